@@ -16,13 +16,7 @@ from expertly.engine.runtime import dispatch
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Cases
 from tests.engine.observe import assert_streamed, counts, loaded, recording
-from tests.families import (
-    FAMILIES,
-    generate,
-    logits_of,
-    make_prompts,
-    pad_left,
-)
+from tests.families import FAMILIES, generate, logits_of, make_prompts, pad_left
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "jamba", "qwen3_next"])
@@ -85,47 +79,43 @@ def test_a_prompt_that_needs_many_more_experts_than_the_pool_holds(family: str, 
 # -- choices grouped by expert -----------------------------------------------------------------------------------------
 
 
-def info(is_prefill: list[bool], is_pad: list[bool] | None = None) -> IterationInfo:
-    return IterationInfo(
-        is_prefill=np.array(is_prefill),
-        is_pad=None if is_pad is None else np.array(is_pad),
-        num_requests=1,
-        phase="prefill" if any(is_prefill) else "decode",
-    )
+ROUTED = {  # ids, prefill, pads -> experts by first choice, tokens and whether each decodes; rows [n], or a token's row
+    "a token keeps the router's order": ([[5, 0, 7]], [0], [0], {5: (1, True, 0), 0: (1, True, 1), 7: (1, True, 2)}),
+    "rows are by token": (
+        [[4, 1], [1, 2], [4, 2]],
+        [1, 1, 1],
+        [0, 0, 0],
+        {4: (2, False, [0, 4]), 1: (2, False, [1, 2]), 2: (2, False, [3, 5])},
+    ),
+    "pads are computed and not counted": (
+        [[6, 1], [1, 2]],
+        [1, 1],
+        [1, 0],
+        {6: (0, False, [0]), 1: (1, False, [1, 2]), 2: (1, False, [3])},
+    ),
+    "what a decoding request needs is marked": (
+        [[0, 1], [1, 2], [2, 3]],
+        [1, 1, 0],
+        [0, 0, 0],
+        {0: (1, False, [0]), 1: (2, False, [1, 2]), 2: (2, True, [3, 4]), 3: (1, True, [5])},
+    ),
+}
 
 
-def test_a_single_token_keeps_the_router_order() -> None:
-    work = dispatch(3, torch.tensor([[5, 0, 7]]), 8, info([False]))
-    assert work.router.layer == 3
-    assert work.router.experts == [5, 0, 7]
-    assert work.router.num_tokens == [1, 1, 1] and work.router.is_decode == [True] * 3
-    assert work.positions == {5: 0, 0: 1, 7: 2} and work.rows is None
-
-
-def test_many_tokens_list_experts_by_first_choice_and_rows_by_token() -> None:
-    work = dispatch(0, torch.tensor([[4, 1], [1, 2], [4, 2]]), 8, info([True] * 3))
-    assert work.router.experts == [4, 1, 2]
-    assert work.router.num_tokens == [2, 2, 2] and work.router.batch_tokens == 3
-    assert work.router.is_decode == [False] * 3
-    assert work.rows is not None
-    assert {e: rows.tolist() for e, rows in work.rows.items()} == {4: [0, 4], 1: [1, 2], 2: [3, 5]}
-
-
-def test_pads_are_computed_but_not_counted() -> None:
-    work = dispatch(0, torch.tensor([[6, 1], [1, 2]]), 8, info([True, True], [True, False]))
-    assert work.router.experts == [6, 1, 2]
-    assert work.router.num_tokens == [0, 1, 1] and work.router.batch_tokens == 1
-    assert work.rows is not None and work.rows[6].tolist() == [0]
-
-
-def test_a_mixed_batch_marks_what_a_decoding_request_needs() -> None:
-    work = dispatch(0, torch.tensor([[0, 1], [1, 2], [2, 3]]), 8, info([True, True, False]))
-    assert dict(zip(work.router.experts, work.router.is_decode, strict=True)) == {
-        0: False,
-        1: False,
-        2: True,
-        3: True,
-    }
+@pytest.mark.parametrize("case", ROUTED)
+def test_choices_are_grouped_by_expert(case: str) -> None:
+    ids, is_prefill, is_pad, expected = ROUTED[case]
+    pads = np.array(is_pad, bool) if any(is_pad) else None
+    phase = "prefill" if any(is_prefill) else "decode"
+    work = dispatch(3, torch.tensor(ids), 8, IterationInfo(np.array(is_prefill, bool), pads, 1, phase))
+    router, rows = work.router, work.positions
+    if work.rows is not None:
+        assert rows is None
+        rows = {expert: of_expert.tolist() for expert, of_expert in work.rows.items()}  # type: ignore[misc]
+    assert rows is not None and router.layer == 3 and router.batch_tokens == len(ids) - sum(is_pad)
+    counted = zip(router.num_tokens, router.is_decode, strict=True)
+    found = {expert: (*each, rows[expert]) for expert, each in zip(router.experts, counted, strict=True)}
+    assert list(found.items()) == list(expected.items())
 
 
 # -- continuous batching ---------------------------------------------------------------------------------------------

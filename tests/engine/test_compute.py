@@ -61,11 +61,7 @@ FLOAT32 = [(family, torch.float32, layout) for family in ("qwen3_moe", "gpt_oss"
     ids=str,
 )
 def test_a_layer_on_the_references_inputs(
-    family: str,
-    dtype: torch.dtype,
-    layout: str,
-    cases: Cases,
-    calls_of: Callable[[str, torch.dtype], list[Call]],
+    family: str, dtype: torch.dtype, layout: str, cases: Cases, calls_of: Callable[[str, torch.dtype], list[Call]]
 ) -> None:
     case, calls = cases[family], calls_of(family, dtype)
     name = str(dtype).removeprefix("torch.")

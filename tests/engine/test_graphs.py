@@ -178,11 +178,7 @@ def test_a_predictor_sees_the_same_however_late_it_looks(
             assert (there is None) == (here is None) and (here is None or np.allclose(there, here, atol=1e-3)), name
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda: Graph(1e-5), lambda: Graph(float("nan"))],
-    ids=["other numbers", "nothing"],
-)
+@pytest.mark.parametrize("make", [lambda: Graph(1e-5), lambda: Graph(float("nan"))], ids=["other numbers", "nothing"])
 def test_graphs_that_give_other_numbers_are_not_used(make: Any, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
     with with_graphs(case, monkeypatch, make) as model:

@@ -14,8 +14,10 @@ from expertly.core.errors import BudgetError
 from expertly.model.hooks import experts_modules
 from expertly.native.kernels import VARIABLE, libraries
 from expertly.scheduler.systems import SYSTEMS, get_system
+from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, recorded_decisions
+from tests.engine.predictors import Everything
 from tests.families import FAMILIES, HIDDEN_SIZE, NUM_EXPERTS, NUM_NEW_TOKENS, generate, load_reference, logits_of
 from tests.tables import IS_FULL
 
@@ -60,6 +62,39 @@ def test_float32_tokens_and_logits_are_the_reference(number: int, family: str, c
             else:
                 assert stats["memory_bytes"] < stats["expert_bytes"]
                 assert decode["bytes_loaded"] > 0, f"{system} {memory}: nothing was streamed"
+
+
+OF_FAMILIES = [  # systems that predict, beside those below and test_random_specs.py: family, memory, segments
+    ("fmoe", "mixtral", "50%", 4),
+    ("fmoe", "gpt_oss", "50%", 4),
+    ("fmoe", "switch_transformers", "50%", 4),
+    ("moe-infinity", "switch_transformers", "90%", 4),
+    ("moe-infinity:distance=2:width=3:admission=best:eviction=fmoe", "qwen3_moe", "50%", 1),
+    ("lru:prediction=speculative", "switch_transformers", "50%", 4),
+    ("moepic", "mixtral", "50%", 1),
+    ("expertly:prediction=fmoe:distance=1", "qwen3_moe", "50%", 4),
+    *(("everything", family, "30%", segments) for family, segments in (("qwen3_moe", 1), ("gpt_oss", 4))),
+    ("everything", "switch_transformers", "30%", 4),  # of every layer that it needs all, all the time
+]
+
+
+@pytest.mark.parametrize(("system", "family", "memory", "segments"), OF_FAMILIES)
+def test_every_way_to_predict_is_lossless(
+    system: str, family: str, memory: str, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, system = cases[family], predictors.put(monkeypatch, Everything) if system == "everything" else system
+    with loaded(case.store, system=system, segments=segments, memory=memory) as model:
+        for _ in range(2):  # the second finds what the first has taught
+            assert generate(model, case.prompts) == case.tokens
+        assert_same_logits(model, case)
+        stats = expertly.stats(model).as_dict()
+        predicted, *prefetched = (
+            sum(int(phase[name]) for phase in stats["phases"].values())
+            for name in ("predicted", "prefetched", "prefetched_bytes")
+        )
+        assert stats["prediction"]["failed"] is None and predicted > 0
+        assert stats["memory_bytes"] < stats["expert_bytes"]
+        assert memory == "90%" or min(prefetched) > 0, "with so much what is predicted is here"
 
 
 PARTS = (  # beside the presets

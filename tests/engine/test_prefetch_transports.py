@@ -118,12 +118,7 @@ def test_whatever_is_predicted_every_byte_is_right(
 
 
 def soak(
-    kind: str,
-    segments: int,
-    share: float,
-    failures: float,
-    ahead: str,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, segments: int, share: float, failures: float, ahead: str, monkeypatch: pytest.MonkeyPatch
 ) -> Counter[str]:
     seed = f"{share}"
     dice, bad_luck, happened = random.Random(seed), random.Random(seed), Counter[str]()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -41,16 +42,13 @@ class ReadBench:
 
     def load(self, spans: Sequence[Span]) -> None:
         """One after the other, and each is right."""
-        for span in spans:
-            self.readers.submit([span])
-            self.check(self.readers.wait())
-
-    def check(self, span: Span) -> None:
-        """Its slot holds what it must."""
-        nbytes = self.geometry.segment_nbytes(span.layer)
-        whole = expert_bytes(span.layer, span.expert, self.store.manifest).tobytes()
-        begin = span.segment * nbytes
-        assert self.slots.pop(span) == whole[begin : begin + span.num_segments * nbytes]
+        for submitted in spans:
+            self.readers.submit([submitted])
+            span = self.readers.wait()
+            nbytes = self.geometry.segment_nbytes(span.layer)
+            whole = expert_bytes(span.layer, span.expert, self.store.manifest).tobytes()
+            begin = span.segment * nbytes
+            assert self.slots.pop(span) == whole[begin : begin + span.num_segments * nbytes]
 
     def _buffer(self, span: Span) -> memoryview:
         assert span not in self.slots
@@ -64,33 +62,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> PackedStore:
     return write_store(tmp_path_factory.mktemp("reads") / "store", plan)
 
 
-MakeBench = Callable[[int], ReadBench]
-
-
-@pytest.fixture
-def make(store: PackedStore) -> Iterator[MakeBench]:
-    made: list[ReadBench] = []
-
-    def make(segments: int) -> ReadBench:
-        made.append(ReadBench(store, segments))
-        return made[-1]
-
-    yield make
-    for bench in made:
-        bench.readers.close()
-
-
 @pytest.mark.parametrize("segments", [1, 2, 4, 8, 11, 16])
-def test_every_span_of_every_expert(segments: int, make: MakeBench) -> None:
-    bench = make(segments)
-    for num_segments in {1, segments, max(1, segments // 2)}:
-        for _ in range(2):
-            bench.load(bench.spans(num_segments))
+def test_every_span_of_every_expert(segments: int, store: PackedStore) -> None:
+    bench = ReadBench(store, segments)
+    with contextlib.closing(bench.readers):
+        for num_segments in {1, segments, max(1, segments // 2)}:
+            for _ in range(2):
+                bench.load(bench.spans(num_segments))
 
 
-def test_blocks_that_are_read_again_for_their_comparison_are_counted(make: MakeBench) -> None:
+def test_blocks_that_are_read_again_for_their_comparison_are_counted(store: PackedStore) -> None:
     """Those that segments cut: each once, when it is first read."""
-    bench, total = make(8), sum(layer.nbytes for layer in LAYERS)
-    for read_nbytes in (2 * total, 3 * total):
-        bench.load(bench.spans())
-        assert bench.readers.stats()["disk_nbytes"] == read_nbytes
+    bench, total = ReadBench(store, 8), sum(layer.nbytes for layer in LAYERS)
+    with contextlib.closing(bench.readers):
+        for read_nbytes in (2 * total, 3 * total):
+            bench.load(bench.spans())
+            assert bench.readers.stats()["disk_nbytes"] == read_nbytes

@@ -147,44 +147,36 @@ def test_draining_waits_for_reads(on_disk: OnDisk) -> None:
     assert not any(on_disk.memory), "a read went on after that"
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EINTR, errno.ENOMEM])
-def test_a_read_of_an_overloaded_system_is_tried_again(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Reads:
+    """A pread that fails with these errors, one after the other, then reads, at most a third at once."""
+
+    def __init__(self, *errors: int) -> None:
+        self.errors = list(errors)
+
+    def __call__(self, file: int, buffer: memoryview, offset: int) -> int:
+        if self.errors:
+            number = self.errors.pop(0)
+            raise OSError(number, os.strerror(number))
+        return os.preadv(file, [buffer[: 1 + len(buffer) // 3]], offset)
+
+
+@pytest.mark.parametrize("number", [None, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EIO])
+def test_reads_that_come_in_pieces_or_fail_for_now_are_whole_and_others_are_explained(
+    number: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads = Preads(monkeypatch)
-    with contextlib.closing(OnDisk(tmp_path / "experts", SMALL).readers) as readers:
-        working, failures = reads.call, [number, number]
-
-        def sometimes(file: int, buffer: memoryview, offset: int) -> int:
-            if failures:
-                raise OSError(failures.pop(), "for now")
-            return working(file, buffer, offset)
-
-        reads.call = sometimes
-        readers.submit([span(3)])
-        assert readers.wait() == span(3) and not failures
-
-
-def test_a_read_that_comes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Preads(monkeypatch, lambda file, buffer, offset: os.preadv(file, [buffer[: 1 + len(buffer) // 3]], offset))
+    reads = Reads(*[] if number is None else [number, number])
+    Preads(monkeypatch, reads)
     bench = OnDisk(tmp_path / "experts", SMALL)
     with contextlib.closing(bench.readers) as readers:
         readers.submit([span(3)])
-        assert readers.wait() == span(3) and bytes(bench.slot(span(3))) == bytes([4]) * SMALL
-
-
-def test_an_error_names_file_offset_and_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(file: int, buffer: memoryview, offset: int) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    Preads(monkeypatch, fails)
-    with contextlib.closing(OnDisk(tmp_path / "experts", SMALL).readers) as readers:
-        readers.submit([span(3)])
-        with pytest.raises(
-            TransferError, match=rf"experts: reading {SMALL} bytes at offset {3 * SMALL} failed \(Input"
-        ):
-            readers.wait()
-        assert readers.poll() is None and not readers.num_in_flight
+        if number == errno.EIO:
+            message = rf"experts: reading {SMALL} bytes at offset {3 * SMALL} failed \(Input"
+            with pytest.raises(TransferError, match=message):
+                readers.wait()
+            assert readers.poll() is None and not readers.num_in_flight
+        else:
+            assert readers.wait() == span(3) and not reads.errors
+            assert bytes(bench.slot(span(3))) == bytes([4]) * SMALL
 
 
 def test_checksums_are_those_of_the_reference() -> None:
@@ -193,19 +185,8 @@ def test_checksums_are_those_of_the_reference() -> None:
     xxh3 = ctypes.CDLL(str(path)).expertly_xxh3
     xxh3.restype, xxh3.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_int64)
     dice = random.Random(0)
-    for nbytes in (
-        241,
-        255,
-        256,
-        257,
-        1023,
-        1024,
-        1025,
-        1088,
-        1089,
-        2049,
-        *(dice.randrange(241, 99_999) for _ in range(50)),
-    ):
+    usual = [dice.randrange(241, 99_999) for _ in range(50)]
+    for nbytes in (241, 255, 256, 257, 1023, 1024, 1025, 1088, 1089, 2049, *usual):
         data = dice.randbytes(nbytes)
         assert xxh3(data, nbytes) == xxhash.xxh3_64_intdigest(data), nbytes
 

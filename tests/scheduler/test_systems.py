@@ -225,5 +225,5 @@ def test_the_configurator_ranks_experts_as_the_caches_do(system: str, options: L
 
 @pytest.mark.parametrize(("kib", "name"), [(767, "expertly"), (768, "expertly-ahead")])
 def test_the_size_of_experts_decides_which_system_is_the_default(kib: int, name: str) -> None:
-    layer = LayerGeometry(2, 1, 1, kib << 10, 1, 1)
+    layer = LayerGeometry(2, 1, 256, kib, 2, 2)  # 1 KiB a neuron
     assert default_system([layer]) == (name, kib / 1024)

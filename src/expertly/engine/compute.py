@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 _FIRST = (0,)
 
 _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
-
 
 _MAX_ROWS = 256
 """Tokens of a prompt for which torch computes an expert at a time on a CPU: more would not be quicker."""
@@ -96,20 +96,18 @@ def part_of(work: Dispatch, router: RouterRan, held: Sequence[int], device: torc
     """The part of a layer that `router` names; its expert e is `held[e]` in `work`. `device`: where the outputs are
     gathered.
     """
+    experts = router.experts
     if work.positions is not None:
-        where = [work.positions[held[number]] for number in router.experts]
-        positions = {number: i for i, number in enumerate(router.experts)}
-        part = Dispatch(router, work.top_k, len(where), True, None, positions)
-        return Part(part, torch.tensor(where, dtype=torch.int64).to(device, non_blocking=True))
+        numbers = [work.positions[held[expert]] for expert in experts]
+        positions = {expert: row for row, expert in enumerate(experts)}
+        part = Dispatch(router, work.top_k, len(numbers), True, None, positions)
+        return Part(part, torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True))
     assert work.rows is not None
-    rows = [work.rows[held[number]] for number in router.experts]
-    places, end = {}, 0
-    for number, some in zip(router.experts, rows, strict=True):
-        places[number] = slice(end, end + len(some))
-        end += len(some)
-    every = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
-    of_experts = dict(zip(router.experts, rows, strict=True))
-    part = Dispatch(router, work.top_k, end, True, of_experts, None, places)
+    rows = {expert: work.rows[held[expert]] for expert in experts}
+    ends = list(accumulate(map(len, rows.values()), initial=0))
+    places = {expert: slice(*ends[i : i + 2]) for i, expert in enumerate(experts)}
+    every = torch.cat([torch.empty(0, dtype=torch.int64), *rows.values()])
+    part = Dispatch(router, work.top_k, ends[-1], True, rows, None, places)
     return Part(part, every.to(device, non_blocking=True))
 
 
@@ -171,11 +169,7 @@ class LayerCompute:
         return self.slots is not None and num_tokens <= _EARLY_TOKENS
 
     def begin_early(
-        self,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        spans: list[Span | None],
-        choice: tuple[torch.Tensor, Any] | None,
+        self, hidden: torch.Tensor, ids: torch.Tensor, spans: list[Span | None], choice: tuple[torch.Tensor, Any] | None
     ) -> Early:
         """Queue what computes those of the chosen experts `ids` [T, K] that have one of `spans`, which are by expert.
         Only where it `can_begin_early`.
@@ -467,6 +461,7 @@ def _biases(
     if not getattr(module, "has_bias", False):
         return (), None
     down = module.down_proj_bias.detach()
+    inner: Sequence[torch.Tensor]
     if not is_gated:
         inner = (module.up_proj_bias.detach(),)
     elif getattr(module, "is_concatenated", True):
@@ -475,5 +470,5 @@ def _biases(
         fused = module.gate_up_proj_bias.detach()
         inner = fused[..., ::2], fused[..., 1::2]
     held = slice(None) if experts is None else torch.tensor(experts, device=down.device)
-    *inner, down = (bias[held].to(device).contiguous() for bias in (*inner, down))
-    return tuple(inner), down
+    *of_inner, of_down = (bias[held].to(device).contiguous() for bias in (*inner, down))
+    return tuple(of_inner), of_down

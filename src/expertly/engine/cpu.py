@@ -21,9 +21,7 @@ from expertly.scheduler.budget import class_segment_nbytes
 class CpuDevice:
     """Computing is synchronous: a span can be used once it is read, and its slots are free once `compute` returns."""
 
-    def __init__(
-        self, store: ExtentSource, geometry: Geometry, slots_per_class: list[int], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, store: ExtentSource, geometry: Geometry, slots_per_class: list[int], dtype: torch.dtype) -> None:
         self.torch_device = torch.device("cpu")
         self.dtype = dtype
         self.queues_uses = False

@@ -59,7 +59,7 @@ class _Transfer:
     is_prefetch: bool = False
     stays: bool = False  # in the host tier
     was_read: bool = False  # from disk, for this transfer
-    waits_for: dict[Span, None] = field(default_factory=dict)
+    waits_for: set[Span] = field(default_factory=set)
     mark: Any = None
 
 
@@ -94,11 +94,8 @@ class CudaDevice:
         self.wait_for = streams.wait_for
         self._streams = streams
         self._geometry = geometry
-        sizes = class_segment_nbytes(geometry)
-        flats = [
-            torch.empty(num_slots * nbytes, dtype=torch.uint8, device=device)
-            for num_slots, nbytes in zip(slots_per_class, sizes, strict=True)
-        ]
+        sizes = zip(slots_per_class, class_segment_nbytes(geometry), strict=True)
+        flats = [torch.empty(num * nbytes, dtype=torch.uint8, device=device) for num, nbytes in sizes]
         self._rows = [layer_rows(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
         made = streams.mark_compute()  # their memory may be what kernels that are still queued read last
         self._last_use: list[dict[int, Any]] = [dict.fromkeys(range(count), made) for count in slots_per_class]
@@ -133,13 +130,13 @@ class CudaDevice:
         with self._lock:
             self._needed.extend([_Transfer(span, stays=True) for span in wanted])
             self._start()
-            while not all(found := [self.tier.find(span) for span in wanted]):
+            while not all(spans := [self.tier.find(span) for span in wanted]):
                 begin = self._streams.stamp() if begin is None else begin
                 self._advance()
                 self._streams.block(self._changed)
         if begin is not None:
             self.waits.append((begin, self._streams.stamp()))
-        return [span for spans in found for span in spans]
+        return list(itertools.chain.from_iterable(spans))
 
     def begin(self) -> None:
         if self._streams.is_capturing():
@@ -160,23 +157,16 @@ class CudaDevice:
 
     def cancel(self, layer: int) -> list[Span]:
         """What is neither being read nor copied has not begun."""
-
-        def is_meant(transfer: _Transfer) -> bool:
-            return transfer.span.layer == layer
-
         with self._lock:
-            cancelled: list[Span] = []
-            for queue in (self._in_host, self._prefetches):
-                cancelled += [transfer.span for transfer in queue if is_meant(transfer)]
-                left = [transfer for transfer in queue if not is_meant(transfer)]
-                queue.clear()
-                queue.extend(left)
-            cancelled += [self._waiting.pop(host_span).span for host_span in self.tier.cancel(layer)]
+            queued = [transfer for transfer in (*self._in_host, *self._prefetches) if transfer.span.layer == layer]
+            self._in_host = deque(transfer for transfer in self._in_host if transfer.span.layer != layer)
+            self._prefetches = deque(transfer for transfer in self._prefetches if transfer.span.layer != layer)
+            queued += [self._waiting.pop(host_span) for host_span in self.tier.cancel(layer)]
             for transfer in self._waiting.values():
-                if is_meant(transfer):
+                if transfer.span.layer == layer:
                     transfer.is_prefetch = False
-            self._promote([transfer for transfer in self._on_stream if is_meant(transfer)])
-        return cancelled
+            self._promote([transfer for transfer in self._on_stream if transfer.span.layer == layer])
+        return [transfer.span for transfer in queued]
 
     def poll(self) -> Span | None:
         with self._lock:
@@ -191,19 +181,18 @@ class CudaDevice:
         """The next span whose copy has been queued: the compute stream waits for it, the host does not."""
         begin: Any = None
         with self._lock:
-            while True:
-                self._advance()
-                if self._landed:
-                    span, mark = self._landed.popleft(), None
-                    break
-                if self._copying:
-                    transfer = self._copying.popleft()
-                    span, mark = transfer.span, transfer.mark
-                    break
+            self._advance()
+            while not (self._landed or self._copying):
                 is_awaited = bool(self._needed) or not all(transfer.is_prefetch for transfer in self._waiting.values())
                 if is_awaited or not self._promote_next():
                     begin = self._streams.stamp() if begin is None else begin
                     self._streams.block(self._changed)
+                self._advance()
+            if self._landed:
+                span, mark = self._landed.popleft(), None
+            else:
+                transfer = self._copying.popleft()
+                span, mark = transfer.span, transfer.mark
         if mark is not None and not self._streams.is_past(mark):
             begin = self._streams.stamp() if begin is None else begin
             self._streams.hold_compute(mark)
@@ -228,9 +217,7 @@ class CudaDevice:
             self._failure = None
 
     def stats(self) -> dict[str, int]:
-        """What its readers moved, bytes of weights served from host memory, bytes copied to the device, and how often
-        the forward thread waited for what it had queued.
-        """
+        """What its readers moved; bytes of host memory's hits, and of copies; how often the forward thread waited."""
         return {
             **self.tier.readers.stats(),
             "host_hit_nbytes": self._hit_nbytes,
@@ -291,7 +278,7 @@ class CudaDevice:
                 self._copying.append(transfer)
 
     def _await(self, transfer: _Transfer, reads: Sequence[Span]) -> None:
-        transfer.waits_for = dict.fromkeys(reads)
+        transfer.waits_for = set(reads)
         self._waiting.update(dict.fromkeys(reads, transfer))
 
     def _recall(self) -> bool:
@@ -305,7 +292,7 @@ class CudaDevice:
     def _read(self, host_span: Span) -> None:
         self.tier.arrived(host_span)
         transfer = self._waiting.pop(host_span)
-        del transfer.waits_for[host_span]
+        transfer.waits_for.remove(host_span)
         if transfer.is_prefetch:
             self._in_host.append(transfer)
         elif not transfer.stays:
@@ -318,19 +305,18 @@ class CudaDevice:
 
     def _begin_prefetches(self) -> None:
         """Ask the host tier for prefetches, and copy what it has while the stream is free."""
-        if self._prefetches and not self._needed:
-            spared = {self._geometry.expert_id(one.span.layer, one.span.expert) for one in self._in_host}
-            while self._prefetches:
-                request = self.tier.request(self._prefetches[0].span, True, spared)
-                if request is None:
-                    break
-                transfer, (_, reads) = self._prefetches.popleft(), request
-                if reads:
-                    transfer.was_read = True
-                    self._await(transfer, reads)
-                else:
-                    spared.add(self._geometry.expert_id(transfer.span.layer, transfer.span.expert))
-                    self._in_host.append(transfer)
+        spared = {self.tier.expert(transfer.span) for transfer in self._in_host}
+        while self._prefetches and not self._needed:
+            request = self.tier.request(self._prefetches[0].span, True, spared)
+            if request is None:
+                break
+            transfer, (_, reads) = self._prefetches.popleft(), request
+            if reads:
+                transfer.was_read = True
+                self._await(transfer, reads)
+            else:
+                spared.add(self.tier.expert(transfer.span))
+                self._in_host.append(transfer)
         while self._in_host and self._is_stream_free() and self._begin_copy():
             pass
 
@@ -358,7 +344,7 @@ class CudaDevice:
             if not self._streams.is_past(self._load_mark):
                 return False
             self._load_mark = None
-        return not self._on_stream or sum(self._nbytes(one.span) for one in self._on_stream) < AHEAD_NBYTES
+        return not self._on_stream or sum(self._nbytes(transfer.span) for transfer in self._on_stream) < AHEAD_NBYTES
 
     def _promote(self, transfers: Sequence[_Transfer]) -> None:
         """Somebody waits for these prefetches, which are on the stream."""
@@ -424,19 +410,14 @@ class HostTier:
     """
 
     def __init__(
-        self,
-        streams: CudaStreams,
-        store: ExtentSource,
-        geometry: Geometry,
-        memory_nbytes: int,
-        dtype: torch.dtype,
+        self, streams: CudaStreams, store: ExtentSource, geometry: Geometry, memory_nbytes: int, dtype: torch.dtype
     ) -> None:
         try:
             slots = split_budget(geometry, memory_nbytes).pool_slots()
         except BudgetError as error:
             raise BudgetError(f"host_{error}") from None
-        self._slot_nbytes = class_segment_nbytes(geometry)
-        self.memory_nbytes = sum(num * nbytes for num, nbytes in zip(slots, self._slot_nbytes, strict=True))
+        slot_nbytes = class_segment_nbytes(geometry)
+        self.memory_nbytes = sum(num * nbytes for num, nbytes in zip(slots, slot_nbytes, strict=True))
         """Of all its slots."""
         self._geometry = geometry
         self._slots = SlotTable(geometry, slots)
@@ -445,7 +426,7 @@ class HostTier:
         self._loading: dict[Span, None] = {}
         self._copied: dict[int, Any] = {}  # expert id -> mark of the last copy out of its slots, in their order
         with contextlib.ExitStack() as opened:  # closed from the last to the first
-            self.pool = HostPool(geometry, slots, self._slot_nbytes, dtype)
+            self.pool = HostPool(geometry, slots, slot_nbytes, dtype)
             opened.callback(self.pool.close)
             self.pinning = "registered"
             """How it is page-locked. From memory that is not, copies are slower and make who queues them wait."""
@@ -471,7 +452,7 @@ class HostTier:
         `spared` (ids) goes.
         """
         slots = self._slots
-        units, eid = slots.units_of(wanted), self._expert(wanted)
+        units, eid = slots.units_of(wanted), self.expert(wanted)
         cache = self._caches[self._geometry.size_classes[wanted.layer]]
         resident = [unit for unit in units if slots.state[unit] == RESIDENT]
         missing = [unit for unit in units if slots.state[unit] == ABSENT]
@@ -507,7 +488,7 @@ class HostTier:
 
     def copied(self, span: Span, mark: Any) -> None:
         """A copy of a host span has been queued before this mark."""
-        eid = self._expert(span)
+        eid = self.expert(span)
         self._copied.pop(eid, None)
         self._copied[eid] = mark
 
@@ -542,12 +523,13 @@ class HostTier:
         assert loading == [unit for unit, state in enumerate(slots.state) if state == LOADING]
         assert sorted(kept) == [unit for unit, state in enumerate(slots.state) if state != ABSENT]
 
-    def _expert(self, span: Span) -> int:
+    def expert(self, span: Span) -> int:
+        """Its id."""
         return self._geometry.expert_id(span.layer, span.expert)
 
     def _release(self, span: Span) -> None:
         units = self._slots.units_of(span)
-        self._caches[self._geometry.size_classes[span.layer]].drop(self._expert(span), units)
+        self._caches[self._geometry.size_classes[span.layer]].drop(self.expert(span), units)
         self._slots.release(units)
 
     def _make_room(
@@ -558,7 +540,7 @@ class HostTier:
             return True
         while self._copied and self._streams.is_past(next(iter(self._copied.values()))):
             del self._copied[next(iter(self._copied))]
-        protected = {wanted, *spared, *self._copied, *map(self._expert, self._loading)}
+        protected = {wanted, *spared, *self._copied, *map(self.expert, self._loading)}
         victims, lacking = cache.victims(short, protected, whole=False)
         if lacking:
             is_full = is_prefetch or self._loading or self._copied
@@ -805,9 +787,7 @@ class _Cuda(DeviceKind):
 
     def host_nbytes(self, device: torch.device, host_memory: str | int, expert_nbytes: int) -> int:
         nbytes = parse_memory(host_memory, expert_nbytes)
-        if nbytes is None:
-            nbytes = max(0, min(expert_nbytes, available_host_nbytes() - WORKING_NBYTES))
-        return nbytes
+        return max(0, min(expert_nbytes, available_host_nbytes() - WORKING_NBYTES)) if nbytes is None else nbytes
 
     def make(
         self,

@@ -74,6 +74,7 @@ class DeviceKind(Protocol):
 
     def check(self, device: torch.device) -> None:
         """Raises ConfigError where this machine does not have the device."""
+        return None
 
     def available_nbytes(self, device: torch.device) -> int:
         """Memory the device may still give this process."""

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 MEASURED_NBYTES = 256 << 20
 """Of weights, and of what is copied: more than caches hold."""
 
-_NUM_NEURONS, _WIDTH, _NUM_TOKENS = 2048, 2816, 16
+_SHAPE = 2048, 2816
+_NUM_WEIGHTS = 2048 * 2816
+_NUM_TOKENS = 16
 
 _CALL_NS = 100_000
 """Assumed, once a layer: hidden states come to the host, its threads wake up, outputs go back."""
@@ -49,9 +51,9 @@ class HostSide:
         assert call is not None
         hidden, mark = device.to_host_later(call.hidden)
         spans = device.hold(router.layer, experts)
-        num = len(experts)
-        own = RouterRan(router.layer, list(experts), [0] * num, [False] * num, router.batch_tokens)
-        part = part_of(call.work, own, range(max(experts) + 1), device.torch_device)
+        nothing = [0] * len(experts), [False] * len(experts)
+        chosen = RouterRan(router.layer, list(experts), *nothing, router.batch_tokens)
+        part = part_of(call.work, chosen, range(max(experts) + 1), device.torch_device)
         compute = self._layers[router.layer]
         self._begun = part, self._thread.submit(self._compute, compute, part, spans, hidden, mark)
 
@@ -145,51 +147,48 @@ def measure_misses(
     """The link alone, then copies and products on the host at once, of one token and of several, each for so many
     seconds. `copy` copies so many bytes to the device, and returns when they are there.
     """
-    num_matrices = MEASURED_NBYTES // (_NUM_NEURONS * _WIDTH * dtype.itemsize)
-    weights = torch.full((num_matrices, _NUM_NEURONS, _WIDTH), 0.01, dtype=dtype)
-    kernels = choose_kernels()
+    weights = torch.full((MEASURED_NBYTES // (_NUM_WEIGHTS * dtype.itemsize), *_SHAPE), 0.01, dtype=dtype)
+    kernels, width = choose_kernels(), _SHAPE[1]
     taken = kernels.most_tokens(dtype)
     most = min(_NUM_TOKENS, taken or _NUM_TOKENS)
-    x = torch.ones(most, _WIDTH, dtype=dtype)
+    x = torch.ones(most, width, dtype=dtype)
 
+    @torch.inference_mode()
     def multiply(matrix: torch.Tensor, num_tokens: int) -> None:
         if taken:
-            out = x.new_empty(1, num_tokens, _NUM_NEURONS)
-            kernels.dots((matrix.data_ptr(), 0, num_tokens, 0), x, out, _WIDTH * dtype.itemsize)
+            out = x.new_empty(1, num_tokens, len(matrix))
+            kernels.dots((matrix.data_ptr(), 0, num_tokens, 0), x, out, width * dtype.itemsize)
         else:
             torch.nn.functional.linear(x[:num_tokens], matrix)
 
-    def products(num_tokens: int, is_over: threading.Event) -> float:
-        """Weights a second."""
+    def rate(call: Callable[[int], object], is_over: Callable[[], bool]) -> float:
+        """Calls a second; at least one is made."""
         num, begin = 0, time.perf_counter()
-        with torch.inference_mode():
-            while not num or not is_over.is_set():
-                multiply(weights[num % num_matrices], num_tokens)
-                num += 1
-        return num * _NUM_NEURONS * _WIDTH / (time.perf_counter() - begin)
+        while not num or not is_over():
+            call(num)
+            num += 1
+        return num / (time.perf_counter() - begin)
 
     def copies() -> float:
         """Bytes a second."""
-        num, begin = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - begin) < seconds or not num:
-            copy()
-            num += 1
-        return num * copy_nbytes / elapsed
+        end = time.perf_counter() + seconds
+        return copy_nbytes * rate(lambda _: copy(), lambda: time.perf_counter() >= end)
 
     def both(num_tokens: int) -> tuple[float, float]:
+        """Bytes copied and weights multiplied a second."""
         is_over = threading.Event()
-        rate = pool.submit(products, num_tokens, is_over)
+        products = pool.submit(rate, lambda i: multiply(weights[i % len(weights)], num_tokens), is_over.is_set)
         try:
             copied = copies()
         finally:
             is_over.set()
-        return copied, rate.result()
+        return copied, products.result() * _NUM_WEIGHTS
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(multiply, weights[0], 1).result()  # its threads have begun
         copy()
         alone = copies()
-        beside, weights_rate = both(1)
+        beside, weights_per_s = both(1)
         _, of_several = both(most)
     slowdown = max(1.0, alone / beside)
-    return Link(alone, 0), HostCompute(weights_rate * dtype.itemsize, 2 * most * of_several, _CALL_NS, slowdown)
+    return Link(alone, 0), HostCompute(weights_per_s * dtype.itemsize, 2 * most * of_several, _CALL_NS, slowdown)

@@ -184,18 +184,17 @@ def _divide_stated(
     """The division where the user states the experts' amount, or the system keeps all. Memory must hold that and the
     rest: checked against `total_memory`, for a stated context on a host, and for a server on any device.
     """
-    nbytes = geometry.nbytes
+    amount, reason, room = geometry.nbytes, f"memory {request.memory}", None
     if request.is_stated:
         assert request.memory is not None
-        nbytes = parse_memory(request.memory, geometry.nbytes) or geometry.nbytes
-    if system.keeps_everything and nbytes < geometry.nbytes:
-        raise ConfigError(
-            f"memory={request.memory!r}: system {system.name!r} keeps all experts and needs {geometry.nbytes} bytes "
-            "(100%)"
-        )
-    reason = f"system {system.name}: all experts" if system.keeps_everything else f"memory {request.memory}"
-    room = None
-    amount = geometry.nbytes if system.keeps_everything else nbytes
+        amount = parse_memory(request.memory, geometry.nbytes) or geometry.nbytes
+    if system.keeps_everything:
+        if amount < geometry.nbytes:
+            raise ConfigError(
+                f"memory={request.memory!r}: system {system.name!r} keeps all experts and needs {geometry.nbytes} "
+                "bytes (100%)"
+            )
+        amount, reason = geometry.nbytes, f"system {system.name}: all experts"
     is_context_stated = request.context is not None and kind_of(target).runs_on_host
     if request.total is not None or request.cache is not None or is_context_stated:
         available, what = _available(target, request.total)
@@ -210,19 +209,14 @@ def _divide_stated(
             )
         if request.total is not None or request.cache is not None:
             reason = f"{reason}: {format_nbytes(kept)}; {what}; {beside.sentence(context)}"
-    budget = split_budget(geometry, amount)
-    return Division(budget, reason, beside, context, room)
+    return Division(split_budget(geometry, amount), reason, beside, context, room)
 
 
 # -- what is chosen where experts get what is left ---------------------------------------------------------------------
 
 
 def choose_amount(
-    target: torch.device,
-    geometry: Geometry,
-    beside: BesideExperts,
-    context: int,
-    total: str | int | None = None,
+    target: torch.device, geometry: Geometry, beside: BesideExperts, context: int, total: str | int | None = None
 ) -> tuple[int, str, int]:
     """The experts' amount, the reason, and the bytes left for KV cache and activations of `context` tokens. It comes
     from `total`, or from the free memory.
@@ -230,9 +224,8 @@ def choose_amount(
     available, what = _available(target, total)
     left = available - beside.dense_nbytes - beside.fixed_nbytes
     chosen = max(0, min(left - beside.of_tokens(0, context), geometry.nbytes))
-    share = (
-        "all experts fit" if chosen == geometry.nbytes else f"{format_share(chosen / geometry.nbytes)} of the experts"
-    )
+    is_all = chosen == geometry.nbytes
+    share = "all experts fit" if is_all else f"{format_share(chosen / geometry.nbytes)} of the experts"
     name = "memory auto" if total is None else f"total memory {total}"
     return chosen, f"{name}: {format_nbytes(chosen)} ({share}): {what}; {beside.sentence(context)}", left - chosen
 
@@ -266,8 +259,8 @@ def beside_experts(store: PackedStore, itemsize: int, target: torch.device) -> B
 
 
 def _text_of(config: dict[str, Any]) -> dict[str, Any]:
-    found = config.get("text_config")
-    return found if isinstance(found, dict) else config
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
 
 
 def pass_nbytes(config: dict[str, Any], itemsize: int) -> int:
@@ -309,41 +302,25 @@ def available_host_nbytes() -> int:
 
 def _cgroup_limits() -> list[tuple[int, int, int]]:
     """(limit, usage, droppable page cache) in bytes of each memory cgroup we are in, version 1 and 2."""
-    found = []
+    limits = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
     for line in lines:
-        _, schedulers, path = line.split(":", 2)
-        if schedulers == "":
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
             root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
-        elif "memory" in schedulers.split(","):
+        elif "memory" in controllers.split(","):
             root, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
         folder = root / path.lstrip("/")
-        while True:
-            limit, usage = (_number(folder / name) for name in names)
-            if limit is not None and usage is not None:
-                found.append((limit, usage, _inactive_file(folder / "memory.stat")))
-            if folder == root or root not in folder.parents:
+        for level in (folder, *folder.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file; "max": no limit
+                limit, usage = (int((level / name).read_text()) for name in names)
+                stat = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
+                limits.append((limit, usage, int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))))
+            if level == root:
                 break
-            folder = folder.parent
-    return found
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None  # "max": no limit
-
-
-def _inactive_file(path: Path) -> int:
-    try:
-        fields = dict(line.split()[:2] for line in path.read_text().splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+    return limits

@@ -12,7 +12,7 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 # -- instructions that the processor names and then traps --------------------------------------------------------------
@@ -45,8 +45,7 @@ def keep_off_trapped_instructions(
 
 def _names_amx(cpuinfo: Path) -> bool:
     with contextlib.suppress(OSError):
-        flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
-        return "amx_tile" in flags.split()
+        return bool(re.search(r"^flags\b.*\bamx_tile\b", cpuinfo.read_text(), re.MULTILINE))
     return False
 
 
@@ -99,7 +98,12 @@ LARGE_NBYTES = 1 << 20
 
 _MMAP_THRESHOLD = -3  # of mallopt
 _DONT_NEED = 4  # MADV_DONTNEED
-_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+\s*(.*)$")
+_CODE = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) r-xp \S+ \S+ \d+ +/.*(?<! \(deleted\))\n(?:[A-Z].*\n)*?Rss: +(\d+) kB\n"
+    r"(?:[A-Z].*\n)*?Anonymous: +0 kB$",
+    re.MULTILINE,
+)
+"""(begin, end, resident KiB) of a mapping of a file's code in smaps, none of which is a copy."""
 
 
 def keep_few_primitives() -> None:
@@ -155,24 +159,9 @@ def give_back_code() -> int:
     return given_nbytes
 
 
-def _code(smaps: str) -> Iterator[tuple[int, int, int]]:
+def _code(smaps: str) -> list[tuple[int, int, int]]:
     """(begin, end, resident bytes) of unmodified mappings of files' code, which can be read again."""
-    begin = end = resident = anonymous = 0
-    is_code = False
-    for line in [*smaps.splitlines(), "0-0 ---p 0 0 0"]:
-        found = _MAPPING.match(line)
-        if found is None:
-            name, _, rest = line.partition(":")
-            if name == "Rss":
-                resident = int(rest.split()[0]) << 10
-            elif name == "Anonymous":
-                anonymous = int(rest.split()[0]) << 10
-            continue
-        if is_code and resident and not anonymous:
-            yield begin, end, resident
-        begin, end = int(found[1], 16), int(found[2], 16)
-        is_code = found[3] == "r-xp" and found[4].startswith("/") and not found[4].endswith(" (deleted)")
-        resident = anonymous = 0
+    return [(int(begin, 16), int(end, 16), int(kib) << 10) for begin, end, kib in _CODE.findall(smaps)]
 
 
 def rss_nbytes() -> int:

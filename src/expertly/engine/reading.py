@@ -28,24 +28,17 @@ class HostPool:
     """
 
     def __init__(
-        self,
-        geometry: Geometry,
-        slots_per_class: Sequence[int],
-        segment_nbytes: Sequence[int],
-        dtype: torch.dtype,
+        self, geometry: Geometry, slots_per_class: Sequence[int], segment_nbytes: Sequence[int], dtype: torch.dtype
     ) -> None:
         """Raises OSError where the system does not give so much."""
         self.regions: list[torch.Tensor] = []
         """The memory as bytes, one region a size class."""
-        slots: list[tuple[memoryview, int]] = []
         flats: list[torch.Tensor] = []
         for num_slots, nbytes in zip(slots_per_class, segment_nbytes, strict=True):
             size = num_slots * nbytes
-            region = _mapped(max(size, mmap.PAGESIZE))
-            self.regions.append(region)
-            slots.append((region.numpy().data, nbytes))
-            flats.append(region[:size])
-        self._slots = [slots[c] for c in geometry.size_classes]
+            self.regions.append(_mapped(max(size, mmap.PAGESIZE)))
+            flats.append(self.regions[-1][:size])
+        self._slots = [(self.regions[c].numpy().data, segment_nbytes[c]) for c in geometry.size_classes]
         self._rows = [layer_rows(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
 
     def rows(self, layer: int) -> torch.Tensor:
