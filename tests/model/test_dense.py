@@ -222,14 +222,6 @@ def test_what_does_not_gain_stays_as_it_is() -> None:
     assert repr(model[1]) == repr(nn.Linear(8, 8)) and isinstance(model[1], nn.Linear)
 
 
-@pytest.mark.slow
-def test_what_is_compiled_is_torchs(ran: Calls) -> None:
-    plain, changed = made(torch.bfloat16, True)
-    x = torch.randn(1, 70).bfloat16()
-    assert torch.equal(torch.compile(changed, backend="eager", fullgraph=True)(x), plain(x))
-    assert not ran
-
-
 # -- queries, keys and values: the same to the bit as the model's own steps, or not at all -------------------------
 
 JOINED = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}

@@ -12,7 +12,7 @@ import torch
 from transformers import CompileConfig, ContinuousBatchingConfig
 
 from expertly.core.errors import ModelUseError
-from expertly.model.batching import MAX_BATCH_TOKENS, bounded_config
+from expertly.model.batching import bounded_config
 from tests.families import generate, logits_of, make_prompts
 from tests.model.conftest import Toys
 
@@ -86,17 +86,13 @@ def test_torch_compile_around_it_leaves_the_stacks_uncompiled(toys: Toys) -> Non
 
 
 def test_continuous_batching_is_bounded_and_uncaptured(model: Model) -> None:
-    unbounded = ContinuousBatchingConfig()
-    for config in (bounded_config(None), bounded_config(unbounded)):
-        tokens = config.num_blocks * getattr(config, "page_size", getattr(config, "block_size", None))
-        assert 4096 <= tokens <= 16 * (4096 + 512)
-        assert config.max_batch_tokens == MAX_BATCH_TOKENS
-        assert config.use_cuda_graph is False
-    assert unbounded.num_blocks is None, "the caller's own is not changed"
-    mine = ContinuousBatchingConfig(num_blocks=7, max_batch_tokens=33)
-    assert (bounded_config(mine).num_blocks, bounded_config(mine).max_batch_tokens) == (7, 33)
-    with pytest.raises(ModelUseError, match="use_cuda_graph"):
-        model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=True))
-    with pytest.raises(ModelUseError, match="compile_config"):
-        config = ContinuousBatchingConfig(decode_compile_config=CompileConfig())
-        model.init_continuous_batching(continuous_batching_config=config)
+    limits = {"num_blocks": 7, "max_batch_tokens": 33}
+    config = bounded_config(ContinuousBatchingConfig(**limits))
+    assert (config.num_blocks, config.max_batch_tokens, config.use_cuda_graph) == (7, 33, False)
+    for wrong, problem in (
+        ({}, "accepted: one with num_blocks and max_batch_tokens"),
+        (limits | {"use_cuda_graph": True}, "use_cuda_graph"),
+        (limits | {"decode_compile_config": CompileConfig()}, "compile_config"),
+    ):
+        with pytest.raises(ModelUseError, match=problem):
+            model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(**wrong))

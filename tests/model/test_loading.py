@@ -14,15 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertly.core.errors import CheckpointError, StoreError
 from expertly.model.loading import load_dense, load_tokenizer
-from tests.families import (
-    FAMILIES,
-    generate,
-    logits_of,
-    make_checkpoint,
-    make_model,
-    make_prompts,
-    make_tokenizer,
-)
+from tests.families import FAMILIES, generate, logits_of, make_checkpoint, make_model, make_prompts, make_tokenizer
 from tests.model.conftest import Toys
 from tests.model.toy import Toy
 

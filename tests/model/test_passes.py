@@ -90,12 +90,10 @@ def packed(bounds: list[int], ids: list[int], layers: range | None = None, **mor
 
 def test_packed_sequences_with_a_phase_each() -> None:
     """Requests: 3 new tokens; 1 token on a past of 7; 1 token and no past; then two rows of padding."""
-    keys, positions = torch.tensor([0, 3, 11, 12]), torch.tensor([[0, 1, 2, 7, 0, 0, 0]])
-    for past in ({"cu_seq_lens_k": keys}, {"cu_seq_lens_k": {"full_attention": keys}}, {"position_ids": positions}):
-        info = packed([0, 3, 4, 5], [0] * 7, **past)
-        assert info.is_prefill.tolist() == [True, True, True, False, True, False, False]
-        assert info.is_pad is not None and info.is_pad.tolist() == [False] * 5 + [True] * 2
-        assert (info.num_requests, info.phase) == (3, "prefill")
+    info = packed([0, 3, 4, 5], [0] * 7, position_ids=torch.tensor([[0, 1, 2, 7, 0, 0, 0]]))
+    assert info.is_prefill.tolist() == [True, True, True, False, True, False, False]
+    assert info.is_pad is not None and info.is_pad.tolist() == [False] * 5 + [True] * 2
+    assert (info.num_requests, info.phase) == (3, "prefill")
 
 
 def test_packed_tokens_sequences_and_starts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 from pathlib import Path
 from typing import ClassVar
@@ -19,13 +18,11 @@ LINES = (
 PROMPTS = [Prompt(1, "one", "a"), Prompt(4, "ü", None), Prompt(5, "3", None)]
 
 
-@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.jsonl.gz"])
-def test_files_with_blank_lines_other_keys_and_a_byte_order_mark(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(LINES) if name.endswith("gz") else LINES)
+def test_files_with_blank_lines_other_keys_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(LINES)
     assert read_prompts(str(path)) == PROMPTS
-    lines = LINES + b"\nnonsense\n"  # is not looked at
-    path.write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
+    path.write_bytes(LINES + b"\nnonsense\n")  # is not looked at
     assert read_prompts(str(path), limit=3) == PROMPTS
 
 
@@ -70,8 +67,6 @@ def test_a_bad_line_is_named(line: bytes, problem: str, tmp_path: Path) -> None:
     [
         ("nowhere.jsonl", None, "cannot be read"),
         (".", None, "cannot be read"),
-        ("cut.gz", gzip.compress(LINES, mtime=0)[:-12], "cannot be read"),
-        ("no.gz", LINES, "cannot be read"),
         ("empty.jsonl", b"", "holds no prompt; accepted"),
         ("blank.jsonl", b"\n \n", "holds no prompt; accepted"),
     ],

@@ -23,14 +23,9 @@ TEMPLATE = (
     "{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"name": "weather", "description": "of a city", "parameters": PARAMETERS}
+WEATHER: dict[str, Any] = {"type": "function", "function": FUNCTION}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
@@ -143,17 +138,11 @@ def test_what_is_thought_is_apart_where_the_template_begins_it(demo: tuple[Any, 
 
 
 def test_the_template_sees_the_conversation(demo: tuple[Any, Any]) -> None:
-    prompts = Prompts(demo[1], 8192, TEMPLATE)
+    prompts, called = Prompts(demo[1], 8192, TEMPLATE), {"name": "weather", "arguments": '{"city": "Oslo"}'}
     said = [
         {"role": "developer", "content": "Be brief"},
         {"role": "user", "content": [{"type": "text", "text": "Oslo"}, {"type": "text", "text": "?"}]},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-            ],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": called}]},
         {"role": "tool", "tool_call_id": "1", "content": "rain"},
     ]
     tokens, text = asyncio.run(prompts.of_messages([Message.model_validate(one) for one in said], [], {}))
@@ -183,13 +172,9 @@ def test_a_template_that_cannot_be_computed_is_told(demo: tuple[Any, Any], templ
 
 def test_a_call_can_be_forced(demo: tuple[Any, Any]) -> None:
     """By the demo model itself, which never saw a call."""
-    weather = json.loads(json.dumps(WEATHER))
-    weather["function"]["parameters"] = {
-        "type": "object",
-        "properties": {"city": {"enum": ["Oslo", "Rome"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    }
+    strict = {"required": ["city"], "additionalProperties": False}
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, **strict}
+    weather = {"type": "function", "function": FUNCTION | {"parameters": parameters}}
     with served(*demo, template=TEMPLATE) as serving:
         for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
             got = ask(serving, tools=[weather], tool_choice=choice).choices[0]

@@ -106,6 +106,8 @@ def _force(scores: torch.Tensor, tokens: Sequence[int | None]) -> torch.Tensor:
 _POLL_S = 0.2
 """How often the watcher checks, while no result comes, whether the manager's thread still runs."""
 
+_PAGE_FIELD = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # transformers 5.17
+
 _LAST_WORDS_S = 2.0
 """The most time from a manager's first failed request to the end of its thread."""
 
@@ -380,21 +382,12 @@ def why_not_together(model: Any, page_tokens: int) -> str | None:
     return f"transformers' continuous batching does not run it ({type(error).__name__}: {first_line(error):.200})"
 
 
-# -- limits for users who call transformers' own batching --------------------------------------------------------------
-
-_PAGE_FIELD = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # transformers 5.17
-_PAGE_TOKENS = 32
-
-MAX_BATCH_TOKENS = 512
-"""Default for the tokens of a forward pass; transformers cuts longer prompts into parts."""
-
-_MAX_CONCURRENT, _UNKNOWN_LENGTH = 16, 4096
+# -- what users who call transformers' own batching may ask for --------------------------------------------------------
 
 
-def bounded_config(config: Any, generation_config: Any = None, hints: Any = None) -> Any:
-    """`config` with limits of the cache, because transformers' default takes most of the machine's memory, and without
-    CUDA graphs and async batching. The cache has room for 16 of the requests in `hints` (transformers' WorkloadHints).
-    Raises ModelUseError where the caller asks for CUDA graphs or compilation.
+def bounded_config(config: Any, generation_config: Any = None) -> Any:
+    """`config` without CUDA graphs and async batching. Raises ModelUseError where the caller asks for CUDA graphs or
+    compilation, or leaves the cache's size open: transformers would take most of the machine's memory.
     """
     graphs = getattr(config, "use_cuda_graph", None)
     if any(graphs) if isinstance(graphs, tuple) else graphs:
@@ -403,13 +396,8 @@ def bounded_config(config: Any, generation_config: Any = None, hints: Any = None
     compiled.append(getattr(generation_config, "compile_config", None))
     if getattr(config, "default_compile_level", None) or any(setting is not None for setting in compiled):
         raise ModelUseError("compile_config: experts that come and go cannot be traced; accepted: None")
-    settings: Any = {_PAGE_FIELD: _PAGE_TOKENS}
-    config = ContinuousBatchingConfig(**settings) if config is None else copy.copy(config)
+    if config is None or None in (config.num_blocks, config.max_batch_tokens):
+        raise ModelUseError("continuous_batching_config: accepted: one with num_blocks and max_batch_tokens")
+    config = copy.copy(config)
     config.use_cuda_graph = config.use_async_batching = False
-    config.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS
-    if config.num_blocks is None:
-        length = getattr(hints, "max_prompt_length", 0) + getattr(hints, "max_generated_length", 0)
-        num_requests = min(getattr(hints, "num_requests", 0) or _MAX_CONCURRENT, _MAX_CONCURRENT)
-        pages = -(-(length or _UNKNOWN_LENGTH) // getattr(config, _PAGE_FIELD)) + 1
-        config.num_blocks = pages * num_requests
     return config

@@ -116,9 +116,7 @@ def experts_forward(
 
 
 def strip(model: Any, site: ExpertsSite) -> Any:
-    """Delete the weights of an experts module of a model, and return the module. That of switch, whose experts are
-    modules, makes other families' calls from then on.
-    """
+    """Delete an experts module's weights and return it; switch's, of modules, then makes other families' calls."""
     module = model.get_submodule(site.name)
     if site.is_fused:
         for name in site.weight_names:
@@ -379,25 +377,16 @@ def _describe_alike(batch: int, length: int, is_prefill: bool) -> IterationInfo:
 
 
 def _describe_packed(num_rows: int, inputs: Mapping[str, Any]) -> IterationInfo:
-    """Continuous batching: sequences side by side in one row [1, T], then pads. A sequence of one token with a past is
-    in decode, any other in prefill.
+    """Continuous batching: sequences side by side in one row [1, T], then pads. A sequence of one token that is not at
+    position 0 is in decode, any other in prefill.
     """
-    bounds = _integers(inputs["cu_seq_lens_q"])
+    bounds, positions = _integers(inputs["cu_seq_lens_q"]), inputs.get("position_ids")
     lengths = np.diff(bounds)
-    is_single = lengths == 1
-    first_rows = bounds[:-1][is_single]
-    past, positions = inputs.get("cu_seq_lens_k"), inputs.get("position_ids")
-    if isinstance(past, Mapping):  # by kind of attention
-        past = past.get("full_attention", next(iter(past.values()), None))
-    if past is not None:
-        has_past = np.diff(_integers(past))[: len(lengths)][is_single] > 1
-    elif positions is not None:
-        has_past = _integers(positions)[first_rows] > 0
-    else:
-        has_past = np.zeros(len(first_rows), dtype=bool)
     is_prefill = np.arange(num_rows) < bounds[-1]
     is_pad = None if is_prefill.all() else _frozen(~is_prefill)
-    is_prefill[first_rows[has_past]] = False
+    if positions is not None:
+        singles = bounds[:-1][lengths == 1]
+        is_prefill[singles[_integers(positions)[singles] > 0]] = False
     phase: Literal["prefill", "decode"] = "prefill" if is_prefill.any() else "decode"
     return IterationInfo(_frozen(is_prefill), is_pad, int(np.count_nonzero(lengths)), phase)
 

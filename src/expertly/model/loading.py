@@ -370,9 +370,8 @@ class GuardedModel:
     def init_continuous_batching(
         self: Any, generation_config: Any = None, continuous_batching_config: Any = None, **kwargs: Any
     ) -> Any:
-        """transformers' method, with a bounded cache unless the caller gives one, and without CUDA graphs."""
-        hints, generating = kwargs.get("workload_hints"), generation_config or self.generation_config
-        config = bounded_config(continuous_batching_config, generating, hints)
+        """transformers' method; see `bounded_config`."""
+        config = bounded_config(continuous_batching_config, generation_config or self.generation_config)
         return super().init_continuous_batching(  # type: ignore[misc]
             generation_config=generation_config, continuous_batching_config=config, **kwargs
         )

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
-import io
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -24,7 +21,7 @@ _ACCEPTED = (
     'accepted: {"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}, "category": "text" may be '
     "added, one object a line"
 )
-PROMPTS_HELP = 'JSON Lines: {"prompt": "text"} or a chat, {"messages": [...]}, a line; .gz or "-" for stdin'
+PROMPTS_HELP = 'JSON Lines: {"prompt": "text"} or a chat, {"messages": [...]}, a line; "-" for stdin'
 RAW_HELP = "prompts are texts to continue: the model's chat template is not used"
 
 
@@ -122,32 +119,19 @@ def asked(
 
 
 def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
-    """The first `limit` prompts of a file, of a .gz file, or of stdin ("-"). Blank lines and other keys are ignored.
+    """The first `limit` prompts of a file, or of stdin ("-"). Blank lines and other keys are ignored.
 
     Raises ConfigError naming the file, the line and what is accepted.
     """
     where = "stdin" if source == "-" else source
     try:
-        with _opened(source) as file:
+        with contextlib.nullcontext(sys.stdin.buffer) if source == "-" else open(source, "rb") as file:
             prompts = list(islice(_parse(where, file), limit))
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"prompts {where}: cannot be read ({reason})") from None
+    except OSError as error:
+        raise ConfigError(f"prompts {where}: cannot be read ({error.strerror or error})") from None
     if not prompts:
         raise ConfigError(f"prompts {where}: holds no prompt; {_ACCEPTED}")
     return prompts
-
-
-@contextlib.contextmanager
-def _opened(source: str) -> Iterator[Iterable[bytes]]:
-    if source == "-":
-        yield sys.stdin.buffer if isinstance(sys.stdin, io.TextIOWrapper) else io.BytesIO(sys.stdin.read().encode())
-    elif source.endswith(".gz"):
-        with gzip.open(source, "rb") as compressed:
-            yield compressed
-    else:
-        with open(source, "rb") as file:
-            yield file
 
 
 def _parse(where: str, lines: Iterable[bytes]) -> Iterator[Prompt]:

@@ -61,8 +61,8 @@ class _Answer:
         """The whole answer, from all deltas."""
         choices = []
         for index in range(len(self.request.texts)):
-            own = [delta for delta in deltas if delta.index == index]
-            choices.append(self._choice(index, own, [choice for delta in own for choice in delta.choices]))
+            of_text = [delta for delta in deltas if delta.index == index]
+            choices.append(self._choice(index, of_text, [token for delta in of_text for token in delta.choices]))
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage(self.request)}
 
     def last_chunks(self) -> list[Json]:
@@ -135,10 +135,10 @@ class ChatAnswer(_Answer):
         return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
     def _logprobs(self, choices: Sequence[SampledToken]) -> Json:
-        content = [
-            self._token(one.token, one.logprob) | {"top_logprobs": [self._token(*other) for other in one.top]}
-            for one in choices
-        ]
+        content = []
+        for choice in choices:
+            alternatives = [self._token(token, logprob) for token, logprob in choice.top]
+            content.append(self._token(choice.token, choice.logprob) | {"top_logprobs": alternatives})
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float | None) -> Json:
@@ -153,9 +153,7 @@ class CompletionAnswer(_Answer):
         super().__init__(asked, prompts, request)
         # the prompts' texts, by index, that go before what is written
         self._echo = {text.index: prompts.text(text.prompt) for text in request.texts} if asked.echo else {}
-        self._offsets = [
-            0 if self.has_logprobs else len(self._echo.get(index, "")) for index in range(len(request.texts))
-        ]
+        self._offsets = [0] * len(request.texts)
         self._started: set[int] = set()
 
     def chunks(self, delta: Delta) -> list[Json]:
@@ -176,23 +174,16 @@ class CompletionAnswer(_Answer):
 
     def _logprobs(self, index: int, choices: Sequence[SampledToken]) -> Json:
         """Offsets count each token's own text, which is only near enough where a character spans tokens."""
-        pieces = [self.prompts.text([choice.token], special=True) for choice in choices]
-        offsets = []
-        for piece in pieces:
-            offsets.append(self._offsets[index])
+        logprobs: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for choice in choices:
+            piece, is_first = self.prompts.text([choice.token], special=True), choice.logprob is None
+            top = {self.prompts.text([token], special=True): finite(value) for token, value in choice.top}
+            logprobs["tokens"].append(piece)
+            logprobs["token_logprobs"].append(None if is_first else finite(choice.logprob))
+            logprobs["top_logprobs"].append(None if is_first else top)
+            logprobs["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(piece)
-        tops = [
-            None
-            if choice.logprob is None
-            else {self.prompts.text([token], special=True): finite(value) for token, value in choice.top}
-            for choice in choices
-        ]
-        return {
-            "tokens": pieces,
-            "token_logprobs": [None if one.logprob is None else finite(one.logprob) for one in choices],
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+        return logprobs
 
 
 def finite(logprob: float | None) -> float:

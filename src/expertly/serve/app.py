@@ -16,16 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from expertly.core.errors import ExpertlyError
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
 from expertly.serve.errors import ApiError
-from expertly.serve.http import (
-    EventStream,
-    Guard,
-    as_event,
-    as_told,
-    on_bug,
-    on_gone,
-    on_http_error,
-    unless_gone,
-)
+from expertly.serve.http import EventStream, Guard, as_event, as_told, on_bug, on_gone, on_http_error, unless_gone
 from expertly.serve.reading import Bodies
 from expertly.serve.request import ServedRequest
 from expertly.serve.responses import ResponsesAnswer

@@ -47,7 +47,7 @@ class StopStrings:
         return text[: len(text) - num_held]
 
     def end(self) -> str:
-        """The text that was held back and turned out to be no stop string."""
+        """The text that was held back and is no stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -64,12 +64,7 @@ class Service:
     """One model and who may use it. Lives in the server's event loop."""
 
     def __init__(
-        self,
-        about: About,
-        prompts: Prompts,
-        scheduler: RequestScheduler,
-        ends: Sequence[int],
-        stops: Sequence[str],
+        self, about: About, prompts: Prompts, scheduler: RequestScheduler, ends: Sequence[int], stops: Sequence[str]
     ) -> None:
         self.about = about
         self.prompts = prompts
