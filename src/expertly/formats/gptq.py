@@ -117,9 +117,6 @@ class AwqFormat(_InHalf):
     def __init__(self, group: int, scales: str) -> None:
         super().__init__(group, scales, has_zeros=True)
 
-    def has_groups_of(self, quantization: Mapping[str, Any]) -> bool:
-        return super().has_groups_of({"group_size": 128, **quantization})
-
     def size_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
         columns, width = shape2(tensors[0], self.suffixes[0])
         return width * 8, columns
@@ -147,8 +144,8 @@ def _numbers(words: npt.NDArray[np.uint32], bits: int = 4) -> Bytes:
 
 def _in_order(words: torch.Tensor) -> Bytes:
     """Numbers [..., 8 n] from AWQ's words [..., n], in the order of outputs."""
-    found = _numbers(words.numpy().view(np.uint32))
-    return found.reshape(*found.shape[:-1], -1, 8)[..., _AWQ_PLACES].reshape(found.shape)
+    numbers = _numbers(words.numpy().view(np.uint32))
+    return numbers.reshape(*numbers.shape[:-1], -1, 8)[..., _AWQ_PLACES].reshape(numbers.shape)
 
 
 # -- what a config must say --------------------------------------------------------------------------------------------
@@ -183,4 +180,5 @@ def awq(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
     fields = {"bits": 4, "group_size": 128, **quantization, "version": version}
     for field, accepted in {"bits": (4,), "group_size": GROUPS, "version": ("gemm",)}.items():
         check_field(fields, field, accepted, _WHERE)
-    return [one for one in AWQ if one.has_groups_of(fields) and (one.scales == "BF16") == (dtype == "bfloat16")]
+    scales = "BF16" if dtype == "bfloat16" else "F16"
+    return [one for one in AWQ if (one.group, one.scales) == (fields["group_size"], scales)]

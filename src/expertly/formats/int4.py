@@ -52,17 +52,13 @@ class Int4Format(TiledFormat):
         return (self.scales,)
 
     def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
-        if quantization.get("quant_method") != self.quant_method or not self.has_groups_of(quantization):
-            return False
-        found = {one for name, one in dtypes.items() if name.endswith(self.suffixes[1])}
-        is_stored = not (found or {self.usual_scales}).isdisjoint(self.stored_scales)
-        return is_stored and dtype in ("float32", _DTYPES[self.scales])
-
-    def has_groups_of(self, quantization: Mapping[str, Any]) -> bool:
-        """Whether a config of this `quant_method` has groups of this size."""
-        return bool(quantization.get("group_size") == self.group)
+        """Of a format that `group_formats` gave for this config."""
+        stored = {one for name, one in dtypes.items() if name.endswith(self.suffixes[1])} or {self.usual_scales}
+        is_stored = quantization.get("quant_method") == self.quant_method and stored & {*self.stored_scales}
+        return bool(is_stored) and dtype in ("float32", _DTYPES[self.scales])
 
     def size_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
         raise NotImplementedError
 
     def scales_of(self, scales: torch.Tensor, rows: int) -> Bytes:
@@ -89,9 +85,7 @@ class Int4Format(TiledFormat):
         return self._weights(numbers, scales, *zeros).float()
 
     def _weights(self, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> torch.Tensor:
-        """Weights [..., G] in the dtype of the scales, from numbers [..., G / 2], scales [..., 2]
-        and zeros [..., 1].
-        """
+        """Weights [..., G] in the dtype of the scales, from numbers [..., G / 2], scales [..., 2], zeros [..., 1]."""
         dtype = torch.bfloat16 if self.scales == "BF16" else torch.float16
         values = _nibbles(numbers).float() - (8 if zeros is None else zeros.float())
         return (values * scales.contiguous().view(dtype).float()).to(dtype)
@@ -133,12 +127,6 @@ class PackQuantized(Int4Format):
         ".weight_global_scale": "of NVFP4, which is not supported",
     }
 
-    def has_groups_of(self, quantization: Mapping[str, Any]) -> bool:
-        groups = quantization.get("config_groups")
-        first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-        weights = first.get("weights") if isinstance(first, dict) else None
-        return isinstance(weights, dict) and super().has_groups_of(weights)
-
     def size_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
         rows, width = shape2(tensors[0], self.suffixes[0])
         return rows, width * 8
@@ -167,8 +155,8 @@ def pack_quantized(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4
         check_field(quantization, field, (None, {}), where)
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
-        found = list(groups) if isinstance(groups, dict) else groups
-        raise UnsupportedModelError(f"{where}.config_groups={found!r:.200}: must be an object of one group")
+        names = list(groups) if isinstance(groups, dict) else groups
+        raise UnsupportedModelError(f"{where}.config_groups={names!r:.200}: must be an object of one group")
     ((name, group),) = groups.items()
     where = f"{where}.config_groups.{name}"
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
@@ -186,7 +174,7 @@ def pack_quantized(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4
         "actorder": (None, False, "static", "weight"),  # others permute the inputs
     }.items():
         check_field(group["weights"], field, accepted, f"{where}.weights")
-    return [one for one in PACK_QUANTIZED if one.has_groups_of(quantization)]
+    return [one for one in PACK_QUANTIZED if one.group == group["weights"]["group_size"]]
 
 
 def check_field(fields: Mapping[str, Any], field: str, accepted: Sequence[object], where: str) -> None:

@@ -102,12 +102,12 @@ class TiledFormat(Protocol):
         """Groups the tensors of one parameter by matrix (a checkpoint may have gate and up apart), each in the order of
         `suffixes`. Raises CheckpointError where a matrix lacks a tensor.
         """
-        found = {name.removesuffix("$"): name for name in names}
-        stems = dict.fromkeys(name.removesuffix(end) for name in found for end in self.suffixes if name.endswith(end))
-        for stem, end in ((stem, end) for stem in stems or ("",) for end in self.suffixes):
-            if stem + end not in found:
-                raise CheckpointError(f"{what}: no tensor {stem}{end}; {self.name} needs one")
-        return [tuple(found[stem + end] for end in self.suffixes) for stem in stems]
+        plain = {name.removesuffix("$"): name for name in names}
+        stems = dict.fromkeys(name.removesuffix(end) for name in plain for end in self.suffixes if name.endswith(end))
+        for name in (stem + end for stem in stems or ("",) for end in self.suffixes):
+            if name not in plain:
+                raise CheckpointError(f"{what}: no tensor {name}; {self.name} needs one")
+        return [tuple(plain[stem + end] for end in self.suffixes) for stem in stems]
 
     def check_shapes(
         self, tensors: Mapping[str, tuple[str, tuple[int, ...]]], rows: int, columns: int, what: str
@@ -116,10 +116,10 @@ class TiledFormat(Protocol):
         matrices = self.matrices(tensors, what)
         for names in matrices:
             for name, (dtypes, shape) in zip(names, self.shapes(rows // len(matrices), columns), strict=True):
-                dtype, found = tensors[name]
-                if dtype not in dtypes or found != shape:
+                dtype, stored = tensors[name]
+                if dtype not in dtypes or stored != shape:
                     raise CheckpointError(
-                        f"{what}: {name.removesuffix('$')}: {dtype} {list(found)} an expert; must be "
+                        f"{what}: {name.removesuffix('$')}: {dtype} {list(stored)} an expert; must be "
                         f"{' or '.join(dtypes)} {list(shape)}, as config.json has it in {self.name}"
                     )
 
@@ -139,7 +139,7 @@ def nearest_codes(
     """Codes of weights [..., G], within the range `codes`, and their scales [..., 1]: of `scales` the one with the
     least squared error.
     """
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    best: tuple[torch.Tensor, ...] | None = None  # codes, scales, squared errors
     for scale in scales:
         code = torch.where(scale == 0, 0.0, groups / scale).round_().clamp_(*codes)
         error = code * scale - groups
@@ -148,14 +148,13 @@ def nearest_codes(
         other = beside * scale - groups
         is_nearer = other.abs() < error.abs()
         code, error = torch.where(is_nearer, beside, code), torch.where(is_nearer, other, error)
-        found.append((code, error.square_().sum(dim=-1, keepdim=True)))
-    best, least = found[0]
-    chosen = scales[0]
-    for scale, (code, squares) in zip(scales[1:], found[1:], strict=True):
-        is_better = squares < least
-        best, chosen = torch.where(is_better, code, best), torch.where(is_better, scale, chosen)
-        least = torch.where(is_better, squares, least)
-    return best, chosen
+        tried: tuple[torch.Tensor, ...] = code, scale, error.square_().sum(dim=-1, keepdim=True)
+        if best is not None:
+            is_better = tried[2] < best[2]
+            tried = tuple(torch.where(is_better, new, old) for new, old in zip(tried, best, strict=True))
+        best = tried
+    assert best is not None
+    return best[0], best[1]
 
 
 @dataclass(frozen=True)

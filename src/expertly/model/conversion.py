@@ -185,15 +185,10 @@ class Conversion:
         """Parameters that no group makes, without tied ones and those that transformers allows to be missing."""
         made = {target for group in groups.values() for target in self.targets(group)}
         tied: dict[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
+        made |= {name for pair in tied.items() if made.intersection(pair) for name in pair}
         ignored = getattr(self._model, "_keys_to_ignore_on_load_missing", None) or ()
-        return [
-            name
-            for name, _ in self._model.named_parameters(remove_duplicate=False)
-            if name not in made
-            and tied.get(name) not in made
-            and not any(tied.get(other) == name and other in made for other in tied)
-            and not any(re.search(pattern, name) for pattern in ignored)
-        ]
+        names = (name for name, _ in self._model.named_parameters(remove_duplicate=False) if name not in made)
+        return [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]
 
     def why_missing(self, checkpoint: Checkpoint, target: str, num_experts: int = 0) -> str:
         """Why a checkpoint makes no parameter `target`, as far as the names of its tensors tell. `num_experts`: of the
@@ -240,10 +235,10 @@ class Conversion:
             raise CheckpointError(
                 f"tensors {', '.join(group.names[:3])}, ...: cannot be made into {group.target}: {first_line(error)}"
             ) from error
-        wanted = target or group.target
-        if wanted not in made:
-            raise CheckpointError(f"tensors {', '.join(group.names[:3])}: make {list(made)}, but not {wanted}")
-        tensor = made[wanted]
+        target = target or group.target
+        if target not in made:
+            raise CheckpointError(f"tensors {', '.join(group.names[:3])}: make {list(made)}, but not {target}")
+        tensor = made[target]
         return (tensor[0] if isinstance(tensor, list) else tensor).detach()  # type: ignore[no-any-return]
 
 
@@ -283,9 +278,8 @@ class ExpertsReader:
         kept: str,
         rounding: RoundingFormat | None = None,
     ) -> None:
-        """Checks counts, dtypes and shapes of all experts from the headers. `kept`: experts in this weight format are
-        not decoded ("": all are). `rounding`: the format to which all are rounded. Raises CheckpointError, or
-        ConfigError where their sizes do not fit the rounding format.
+        """Checks counts, dtypes and shapes of all experts from the headers. `kept`: the weight format whose experts are
+        not decoded, or "". Raises CheckpointError, or ConfigError where sizes do not fit the format of `rounding`.
         """
         self._site, self._checkpoint, self._conversion = site, checkpoint, conversion
         self._groups: dict[str, Group] = {}
@@ -342,26 +336,22 @@ class ExpertsReader:
         first, second = site.expert_weight_names(expert)
         up = self._weight(first, expert)
         up = up.T if site.is_transposed else up
-        if not site.has_gate:
-            yield up
-        elif site.is_concatenated:
-            yield from up.chunk(2)
-        else:
-            yield up[0::2]
-            yield up[1::2]
+        yield from (up[rows] for rows in self._inner_rows(len(up), site.is_concatenated))
         down = self._weight(second, expert)
         yield down if site.is_transposed else down.T
 
+    def _inner_rows(self, num_rows: int, is_concatenated: bool) -> list[slice]:
+        """The rows of gate (if any) and of up in the matrix of both."""
+        if not self._site.has_gate:
+            return [slice(num_rows)]
+        half = num_rows // 2
+        return [slice(half), slice(half, None)] if is_concatenated else [slice(0, None, 2), slice(1, None, 2)]
+
     def _kept(self, form: ExpertFormat, expert: int) -> Iterator[Bytes]:
-        site = self._site
-        first, second = site.expert_weight_names(expert)
+        first, second = self._site.expert_weight_names(expert)
         fused = self._parts(form.inner, first, expert)
-        num_rows = len(fused[0])
-        rows = [slice(0, num_rows // 2), slice(num_rows // 2, num_rows)]
-        if not site.has_gate:
-            rows = [slice(num_rows)]
-        elif not site.is_concatenated and len(form.inner.matrices(self._groups[first].patterns, first)) == 1:
-            rows = [slice(0, num_rows, 2), slice(1, num_rows, 2)]
+        is_apart = len(form.inner.matrices(self._groups[first].patterns, first)) == 2
+        rows = self._inner_rows(len(fused[0]), is_apart or self._site.is_concatenated)
         inner = [tuple(part[some] for part in fused) for some in rows]
         return form.pack(inner, self._parts(form.down, second, expert))
 
@@ -588,10 +578,10 @@ def parts_of(
             parts.append(form.parts_of([tensors[name][0] for name in names], rows // len(matrices), columns))
         except CheckpointError as error:
             sources = [one for name in names for one in group.sources[name]]
-            if expert is None:
-                raise CheckpointError(f"{', '.join(sources)}: {error}") from None
-            of_expert = sources[expert :: len(sources) // len(names)] if group.is_per_expert else sources
-            raise CheckpointError(f"expert {expert} of {', '.join(of_expert)}: {error}") from None
+            if expert is not None and group.is_per_expert:
+                sources = sources[expert :: len(sources) // len(names)]
+            label = "" if expert is None else f"expert {expert} of "
+            raise CheckpointError(f"{label}{', '.join(sources)}: {error}") from None
     return tuple(np.concatenate(several) for several in zip(*parts, strict=True))
 
 
@@ -600,8 +590,8 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
     if tensor.dtype == dtype:
         return tensor
     result, largest = tensor.to(dtype), torch.finfo(dtype).max
-    before = torch.finfo(tensor.dtype).max if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
-    if largest < before and bool((result.isinf() & ~tensor.isinf()).any()):
+    info = torch.finfo if tensor.is_floating_point() else torch.iinfo
+    if largest < info(tensor.dtype).max and bool((result.isinf() & ~tensor.isinf()).any()):
         finite = tensor.float().nan_to_num(0.0, 0.0, 0.0)
         raise ConfigError(
             f"dtype={str(dtype).removeprefix('torch.')!r}: {what} holds {finite.abs().max().item():g}, which is beyond "

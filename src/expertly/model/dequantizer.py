@@ -164,24 +164,24 @@ class BlockDequantizer:
                 beside = f"{' and '.join(scales)} are" if scales else f"there is no {stem}{_SCALE}"
                 raise CheckpointError(f"{ref.path}: tensor {name!r}: {ref.dtype}, and {beside} beside it")
             shape = (*ref.shape[:-1], ref.shape[-1] * 2) if is_fp4 else ref.shape
-            of_scales = tensors[scales[0]].shape
-            if self._block_of(shape, of_scales, is_fp4) is None:
-                raise CheckpointError(
-                    f"{tensors[scales[0]].path}: tensor {scales[0]!r}: shape {list(of_scales)}: must be "
-                    f"{self._expected(shape, is_fp4)} for {list(shape)} weights, as config.json has it "
-                    f"(weight_block_size={None if self._block is None else list(self._block)})"
-                )
+            try:
+                self._block_of(shape, tensors[scales[0]].shape, is_fp4)
+            except CheckpointError as error:
+                raise CheckpointError(f"{tensors[scales[0]].path}: tensor {scales[0]!r}: {error}") from None
 
-    def _expected(self, shape: Sequence[int], is_fp4: bool) -> list[int]:
-        block = (1, 32) if is_fp4 else self._block or (1, shape[-1])
-        return [*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=True))]
-
-    def _block_of(self, shape: Sequence[int], scales: Sequence[int], is_fp4: bool) -> tuple[int, int] | None:
-        """The rows and columns that share a scale; None where so many scales are none of this shape."""
-        if list(scales) == self._expected(shape, is_fp4):
-            return (1, 32) if is_fp4 else self._block or (1, shape[-1])
-        is_one = self._may_be_one and not is_fp4 and len(shape) == 2 and all(size == 1 for size in scales)
-        return (shape[0], shape[1]) if is_one else None
+    def _block_of(self, shape: Sequence[int], scales: Sequence[int], is_fp4: bool) -> tuple[int, int]:
+        """The rows and columns that share a scale. Raises CheckpointError where scales of this shape are none of it."""
+        rows, columns = shape[-2:]
+        block = (1, 32) if is_fp4 else self._block or (1, columns)
+        expected = [*shape[:-2], -(-rows // block[0]), -(-columns // block[1])]
+        if list(scales) == expected:
+            return block
+        if self._may_be_one and not is_fp4 and len(shape) == 2 and all(size == 1 for size in scales):
+            return rows, columns
+        raise CheckpointError(
+            f"shape {list(scales)}: must be {expected} for {list(shape)} weights, as config.json has it "
+            f"(weight_block_size={self._block and list(self._block)})"
+        )
 
     def weight(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """A decoded matrix in float32; one without scales as it is. Raises CheckpointError where the scales are none of
@@ -198,8 +198,6 @@ class BlockDequantizer:
             pairs = codes.view(torch.uint8)
             values = torch.tensor(VALUES)[torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).int()]
         block = self._block_of(values.shape, scales.shape, is_fp4)
-        if block is None:
-            raise CheckpointError(f"scales {list(scales.shape)} of weights {list(values.shape)}")
         if bool(values.isnan().any()):
             raise CheckpointError("a weight is 0x7f or 0xff, which stands for NaN: must be a number")
         factors = scales_of(scales).reshape(*scales.shape[:-2], *(scales.shape[-2:] if scales.dim() > 1 else (1, 1)))

@@ -64,18 +64,14 @@ def check_words(files: GgufFiles, num_rows: int, splits: Sequence[str]) -> list[
             f"{files.path}: tokenizer.ggml.tokens: {len(tokens)} tokens: must be 1 to {num_rows}, the rows of "
             "token_embd.weight"
         )
+    num, label = len(tokens), f"{files.path}: tokenizer.ggml"
     further = _list(files, _MODELS[model])
-    if len(further) > _MOST_MERGES * len(tokens):
-        raise CheckpointError(
-            f"{files.path}: tokenizer.ggml.{_MODELS[model]}: {len(further)} entries; accepted: {_MOST_MERGES} for each "
-            f"of {len(tokens)} tokens"
-        )
+    if len(further) > _MOST_MERGES * num:
+        accepted = f"accepted: {_MOST_MERGES} for each of {num} tokens"
+        raise CheckpointError(f"{label}.{_MODELS[model]}: {len(further)} entries; {accepted}")
     for name in ("scores", "token_type"):
-        if f"tokenizer.ggml.{name}" in said and len(_list(files, name)) != len(tokens):
-            raise CheckpointError(
-                f"{files.path}: tokenizer.ggml.{name}: {len(_list(files, name))} entries: must be {len(tokens)}, one "
-                "for each token"
-            )
+        if f"tokenizer.ggml.{name}" in said and (length := len(_list(files, name))) != num:
+            raise CheckpointError(f"{label}.{name}: {length} entries: must be {num}, one for each token")
     for key, value in said.items():
         is_template = key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template.")
         is_flag = key.startswith("tokenizer.ggml.add_") or key == "tokenizer.ggml.remove_extra_whitespaces"
