@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 from expertly.formats import group_formats
+from expertly.model.packing import pack
+from expertly.store.packed import PackedStore
 from tests.families import load_reference
 from tests.formats.gguf_files import load_gguf
 from tests.model.checkpoints import load_dequantised, read_tensors, set_config, write_checkpoint
@@ -42,6 +46,23 @@ def load_gptq(source: Path, dtype: torch.dtype | None = None) -> PreTrainedModel
     assert len(plain) + (len(form.suffixes) - 1) * sum(name.endswith(".qweight") for name in tensors) == len(tensors)
     folder = write_checkpoint(source.with_name(f"{source.name}-plain"), plain, source, quantization_config=None)
     return load_reference(folder, dtype=dtype)
+
+
+class Packed:
+    """Checkpoints by name and dtype, and their stores; each is made once."""
+
+    def __init__(self, folder: Path, makers: Mapping[str, Callable[[Path, torch.dtype], Path]]) -> None:
+        self._folder, self._makers = folder, makers
+        self._made: dict[str, tuple[Path, PackedStore]] = {}
+
+    def __call__(self, name: str, dtype: torch.dtype = torch.float32) -> tuple[Path, PackedStore]:
+        if name.startswith("fp8"):
+            pytest.importorskip("accelerate", reason="transformers' own reading of it needs accelerate")
+        key = f"{name.replace(' ', '-')}-{dtype}"
+        if key not in self._made:
+            path = self._makers[name](self._folder / key, dtype)
+            self._made[key] = path, pack(path, self._folder / f"{key}-store")
+        return self._made[key]
 
 
 @cache  # some take seconds to dequantise

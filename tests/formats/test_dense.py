@@ -30,7 +30,7 @@ from expertly.store.packed import PackedStore
 from tests.engine.observe import loaded
 from tests.families import generate, logits_of, make_prompts
 from tests.formats.gguf_files import make_gguf
-from tests.formats.references import library_checkpoint, reference_of
+from tests.formats.references import Packed, library_checkpoint, reference_of
 from tests.model.checkpoints import (
     change,
     load_dequantised,
@@ -77,19 +77,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, torch.dtype], Path], set[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, PackedStore]]:
-    folder, made = tmp_path_factory.mktemp("dense"), {}
-
-    def source(name: str, dtype: torch.dtype = torch.float32) -> tuple[Path, PackedStore]:
-        if name.startswith("fp8"):
-            pytest.importorskip("accelerate", reason="transformers' own reading of it needs accelerate")
-        key = f"{name.replace(' ', '-')}-{dtype}"
-        if key not in made:
-            path = CHECKPOINTS[name][0](folder / key, dtype)
-            made[key] = path, pack(path, folder / f"{key}-store")
-        return made[key]
-
-    return source
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    return Packed(tmp_path_factory.mktemp("dense"), {name: make for name, (make, _) in CHECKPOINTS.items()})
 
 
 def tiled(model: nn.Module) -> dict[str, TiledLayer]:
@@ -103,7 +92,7 @@ def nbytes_of(model: nn.Module) -> int:
 
 @needs_kernels
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_dequantised_models_numbers_in_the_memory_of_the_format(name: str, sources: Any) -> None:
+def test_the_dequantised_models_numbers_in_the_memory_of_the_format(name: str, sources: Packed) -> None:
     (source, store), form = sources(name), FORMATS[name.split()[0]]
     reference = reference_of(source)
     with loaded(store.folder, memory="50%") as model:
@@ -131,7 +120,7 @@ def test_the_dequantised_models_numbers_in_the_memory_of_the_format(name: str, s
         assert beside_experts(store, 4, torch.device("cpu")).dense_nbytes == store.dense_nbytes
 
 
-def test_of_fp8_a_config_alone_says_as_much(sources: Any) -> None:
+def test_of_fp8_a_config_alone_says_as_much(sources: Packed) -> None:
     source, store = sources("fp8 qwen3_moe", torch.bfloat16)
     of_config, of_headers = needs_of(str(source / "config.json")), needs_of(str(source))
     assert of_config.dense_by_format == of_headers.dense_by_format == store.dense_by_format()
@@ -141,7 +130,7 @@ def test_of_fp8_a_config_alone_says_as_much(sources: Any) -> None:
 
 @pytest.mark.parametrize("name", ["fp8 qwen3_moe", "q8_0 qwen2moe"])
 def test_without_compiled_products_they_are_decoded_at_loading(
-    name: str, sources: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, sources: Packed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "torch")
     source, store = sources(name)
@@ -155,7 +144,7 @@ def test_without_compiled_products_they_are_decoded_at_loading(
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["fp8 qwen3_moe", "int4_g32 qwen3_moe"])
-def test_models_in_bfloat16(name: str, sources: Any) -> None:
+def test_models_in_bfloat16(name: str, sources: Packed) -> None:
     """Weights to the bit, their products rounded once; attention stays the kernels'."""
     source, store = sources(name, torch.bfloat16)
     reference, prompts = reference_of(source), make_prompts(2, length=14)
@@ -175,7 +164,7 @@ def test_models_in_bfloat16(name: str, sources: Any) -> None:
 
 
 @needs_kernels
-def test_what_people_do_with_a_model(sources: Any) -> None:
+def test_what_people_do_with_a_model(sources: Packed) -> None:
     _, store = sources("fp8 qwen3_moe")
     with loaded(store.folder, memory="50%") as model:
         path, layer = next(iter(tiled(model).items()))
@@ -198,7 +187,7 @@ def test_what_people_do_with_a_model(sources: Any) -> None:
 
 
 @needs_kernels
-def test_a_table_of_embeddings(sources: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_embeddings(sources: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("expertly.model.tiled._DECODED_NBYTES", 3 * 16 * 256 * 4)  # three blocks at a time
     _, store = sources("q4_k qwen3moe")
     with loaded(store.folder, memory="50%") as model:
@@ -222,7 +211,7 @@ def test_a_table_of_embeddings(sources: Any, monkeypatch: pytest.MonkeyPatch) ->
         ('.q_proj": "fp8"', '.q_proj": "q8_0"', r"the config asks for another shape of model.layers.0.*q_proj.tiles"),
     ],
 )
-def test_a_manifest_that_lies_is_refused(old: str, new: str, message: str, sources: Any) -> None:
+def test_a_manifest_that_lies_is_refused(old: str, new: str, message: str, sources: Packed) -> None:
     _, store = sources("fp8 qwen3_moe")
     manifest = store.folder / MANIFEST_NAME
     text = manifest.read_text()
@@ -248,28 +237,46 @@ IN_BLOCKS: dict[str, tuple[str, Any, str, dict[str, Any], str | None]] = {
 """Of each case the family, the block, the end of the scales' names, sizes, and the dtype that is asked for."""
 
 
+def assert_is_model_of(store: PackedStore, source: Path, decoded: dict[str, torch.Tensor]) -> None:
+    """With `decoded` in place of the tensors of `source`."""
+    plain = write_checkpoint(source.with_name("decoded"), decoded, source, quantization_config=None)
+    reference, prompts = load_dequantised(plain), make_prompts(2, length=14)
+    tokens, logits = generate(reference, prompts), logits_of(reference, prompts)
+    for segments in (1, 4):
+        with loaded(store.folder, memory="50%", segments=segments) as model:
+            assert generate(model, prompts) == tokens
+            torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=2e-5 * logits.abs().max())
+
+
 @pytest.mark.parametrize("name", IN_BLOCKS)
 def test_blocks_of_fp8_are_as_large_as_the_config_says(name: str, tmp_path: Path) -> None:
     """Rows and columns need not be whole blocks; transformers divides them evenly, so the reference is decoded here."""
     family, block, scale, sizes, dtype = IN_BLOCKS[name]
     source = make_fp8_checkpoint(family, tmp_path / "source", torch.float32, block, scale, **sizes)
-    tensors, decoded = read_tensors(source), {}
-    for key, tensor in tensors.items():
-        if tensor.dtype == torch.float8_e4m3fn:
-            scales = tensors[key.removesuffix("weight") + scale]
-            size = block if isinstance(block, tuple) else (block, block)
-            decoded[key] = tensor.float() * spread_blocks(scales, size, *tensor.shape)
-        elif not key.endswith(scale):
-            decoded[key] = tensor
-    reference = load_dequantised(write_checkpoint(tmp_path / "decoded", decoded, source, quantization_config=None))
-    prompts = make_prompts(2, length=14)
-    tokens, logits = generate(reference, prompts), logits_of(reference, prompts)
+    tensors, size = read_tensors(source), block if isinstance(block, tuple) else (block, block)
+    decoded = {key: tensor for key, tensor in tensors.items() if not key.endswith(scale)}
+    for key in [key for key, tensor in decoded.items() if tensor.dtype == torch.float8_e4m3fn]:
+        scales = tensors[key.removesuffix("weight") + scale]
+        decoded[key] = decoded[key].float() * spread_blocks(scales, size, *decoded[key].shape)
     store = pack(source, tmp_path / "store", dtype)
     assert store.manifest.stored_as == ("fp8" if "kept" in name else "float32")
-    for segments in (1, 4):
-        with loaded(store.folder, memory="50%", segments=segments) as model:
-            assert generate(model, prompts) == tokens
-            torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=2e-5 * logits.abs().max())
+    assert_is_model_of(store, source, decoded)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), "a row"])
+def test_a_scale_of_a_whole_matrix_or_row(shape: Any, tmp_path: Path) -> None:
+    """As AutoFP8 and others write them."""
+    source = make_fp8_checkpoint("qwen3_moe", tmp_path / "source", torch.float32, 1 << 20, "weight_scale", **OUTPUTS)
+    tensors = read_tensors(source)
+    decoded = {key: tensor for key, tensor in tensors.items() if not key.endswith("_scale")}
+    for key in [key for key, tensor in decoded.items() if tensor.dtype == torch.float8_e4m3fn]:
+        name, dice = f"{key}_scale", torch.Generator().manual_seed(len(key))
+        scales = tensors[name] * (torch.rand(len(decoded[key]), 1, generator=dice) + 0.5 if shape == "a row" else 1)
+        tensors[name] = scales if shape == "a row" else scales.reshape(shape)
+        decoded[key] = decoded[key].float() * scales
+    quantization = {"quant_method": "fp8", "weight_block_size": None}
+    write_checkpoint(tmp_path / "scaled", tensors, source, quantization_config=quantization)
+    assert_is_model_of(pack(tmp_path / "scaled", tmp_path / "store"), source, decoded)
 
 
 @pytest.mark.parametrize(
@@ -307,27 +314,6 @@ def test_experts_in_fp4_are_decoded_as_transformers_decodes_them() -> None:
     assert torch.equal(BlockDequantizer(quantization | {"expert_dtype": "fp4"}).weight((codes, scales)), wanted)
     with pytest.raises(CheckpointError, match=r"weights in torch\.int8: must be FP8"):
         BlockDequantizer(quantization).weight((codes, scales))
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1), "a row"])
-def test_a_scale_of_a_whole_matrix_or_row(shape: Any, tmp_path: Path) -> None:
-    """As AutoFP8 and others write them."""
-    source = make_fp8_checkpoint("qwen3_moe", tmp_path / "source", torch.float32, 1 << 20, "weight_scale", **OUTPUTS)
-    tensors, decoded = read_tensors(source), {}
-    for key, tensor in dict(tensors).items():
-        if tensor.dtype == torch.float8_e4m3fn:
-            name, dice = f"{key}_scale", torch.Generator().manual_seed(len(key))
-            scales = tensors[name] * (torch.rand(len(tensor), 1, generator=dice) + 0.5 if shape == "a row" else 1)
-            tensors[name] = scales if shape == "a row" else scales.reshape(shape)
-            decoded[key] = tensor.float() * scales
-        elif not key.endswith("_scale"):
-            decoded[key] = tensor
-    reference = load_dequantised(write_checkpoint(tmp_path / "decoded", decoded, source, quantization_config=None))
-    quantization = {"quant_method": "fp8", "weight_block_size": None}
-    write_checkpoint(tmp_path / "scaled", tensors, source, quantization_config=quantization)
-    prompts = make_prompts(2, length=14)
-    with loaded(pack(tmp_path / "scaled", tmp_path / "store").folder, memory="50%") as model:
-        assert generate(model, prompts) == generate(reference, prompts)
 
 
 def test_pack_says_what_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from tests.engine.observe import loaded
 from tests.families import generate, logits_of, make_prompts
 from tests.formats.gguf_files import make_gguf
 from tests.formats.matrices import MATRICES, SIZES, made
-from tests.formats.references import library_checkpoint, reference_of
+from tests.formats.references import Packed, library_checkpoint, reference_of
 from tests.model.checkpoints import (
     assert_holds_what_transformers_loads,
     change,
@@ -90,35 +90,24 @@ MORE = [("expertly", "60%", 1), ("moepic", "50%", 4), ("resident", "100%", 1)]  
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, torch.dtype], Path]:
-    folder, made = tmp_path_factory.mktemp("formats"), {}
-
-    def checkpoint(name: str, dtype: torch.dtype) -> Path:
-        if name.startswith("fp8"):
-            pytest.importorskip("accelerate", reason="transformers' own reading of it needs accelerate")
-        key = f"{name}-{dtype}"
-        if key not in made:
-            made[key] = CHECKPOINTS[name](folder / key, dtype)
-            pack(made[key], Path(f"{made[key]}-store"))
-        return made[key]
-
-    return checkpoint
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    return Packed(tmp_path_factory.mktemp("formats"), CHECKPOINTS)
 
 
 @pytest.mark.parametrize(("number", "name"), enumerate(CHECKPOINTS))
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_tokens_and_logits_are_those_of_the_dequantised_model(
-    number: int, name: str, kernels: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+    number: int, name: str, kernels: str, checkpoints: Packed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels == "native" and not AVAILABLE:
         pytest.skip(WHY)
     monkeypatch.setenv(VARIABLE, kernels)
-    source = checkpoints(name, torch.float32)
+    source, store = checkpoints(name)
     reference, prompts = reference_of(source), make_prompts(2, length=14)
     tokens, logits = generate(reference, prompts), logits_of(reference, prompts)
     more = MORE if IS_FULL else [MORE[number % 3]]
     for system, memory, segments in [*SYSTEMS, *more] if kernels == "native" else SYSTEMS[1:]:
-        with loaded(Path(f"{source}-store"), memory=memory, system=system, segments=segments) as model:
+        with loaded(store.folder, memory=memory, system=system, segments=segments) as model:
             assert generate(model, prompts) == tokens, f"{system} {memory} P={segments}"
             assert generate(model, prompts[:1]) == tokens[:1]
             torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=1e-5 * logits.abs().max())
@@ -153,10 +142,10 @@ def usual_dtype(name: str) -> torch.dtype:
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_experts_keep_their_bytes_unless_a_dtype_is_named(name: str, checkpoints: Any, tmp_path: Path) -> None:
-    source, form = checkpoints(name, usual_dtype(name)), expert_format(name.split()[0])
+def test_experts_keep_their_bytes_unless_a_dtype_is_named(name: str, checkpoints: Packed, tmp_path: Path) -> None:
+    (source, kept), form = checkpoints(name, usual_dtype(name)), expert_format(name.split()[0])
     dtype, other = ("float32", "bfloat16") if usual_dtype(name) == torch.float32 else ("bfloat16", "float32")
-    kept, converted = PackedStore.open(Path(f"{source}-store")), pack(source, tmp_path / "converted", dtype)
+    converted = pack(source, tmp_path / "converted", dtype)
     assert (kept.manifest.stored_as, kept.manifest.dtype) == (form.name, dtype)
     assert converted.manifest.stored_as == dtype
     assert kept.experts_nbytes * 1.99 < converted.experts_nbytes
@@ -174,16 +163,16 @@ def test_experts_keep_their_bytes_unless_a_dtype_is_named(name: str, checkpoints
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_bad_input_is_named(name: str, checkpoints: Any, tmp_path: Path) -> None:
-    source = checkpoints(name, usual_dtype(name))
-    layer = PackedStore.open(Path(f"{source}-store")).manifest.layers[0]
+def test_bad_input_is_named(name: str, checkpoints: Packed) -> None:
+    _, store = checkpoints(name, usual_dtype(name))
+    layer = store.manifest.layers[0]
     form = expert_format(layer.format)
     size, nbytes, width = layer.block_size, layer.block_nbytes, layer.intermediate_size
     with pytest.raises(
         ConfigError, match=rf"segments=8: .*{width}, in blocks of {size} \({form.name}\); accepted up to 64: 1, 2, 4$"
     ):
-        PackedStore.open(Path(f"{source}-store")).geometry(8)
-    manifest = Path(f"{source}-store") / MANIFEST_NAME
+        store.geometry(8)
+    manifest = store.folder / MANIFEST_NAME
     for old, new, message in (
         (f'"format": "{form.name}"', '"format": "fp5"', "format='fp5': unknown; accepted: mxfp4, fp8, "),
         (

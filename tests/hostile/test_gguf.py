@@ -236,7 +236,7 @@ def with_list(key: str, num: int, raw: bytes, kind: int = 8) -> Callable[[bytear
     return change
 
 
-Q, K = "blk.0.attn_q.weight", "blk.1.attn_q.weight"
+Q, K, DOWN = "blk.0.attn_q.weight", "blk.1.attn_q.weight", "blk.1.ffn_down_exps.weight"
 
 BYTES: dict[str, tuple[Callable[[bytearray], None], str]] = {
     "overlapping tensors": (offset_of(Q, K), "leaves unused bytes after what is before it"),
@@ -271,6 +271,12 @@ BYTES: dict[str, tuple[Callable[[bytearray], None], str]] = {
         "tokenizer.ggml.tokens: entry 3: is no",
     ),
     "a tensor of another kind": (of(Q, 4 + 16, "I", 0), "truncated|overlaps|unused"),
+    "many dimensions": (of(DOWN, 0, "I", 9), "9 dimensions: must be 1 to 4"),
+    "rows of no whole blocks": (of(DOWN, 4, "Q", 130), "shape=[8, 64, 130]: must be whole blocks of 32 in Q8_0"),
+    "endless rows": (of(DOWN, 4 + 16, "Q", 1 << 50), ": must be whole blocks"),
+    "an unknown type": (of(DOWN, 4 + 24, "I", 99), "type=99: unknown to the package gguf"),
+    "a tensor far away": (of(DOWN, 4 + 24 + 4, "Q", 1 << 50), "offset=1125899906842624: its "),
+    "a tensor between places": (of(DOWN, 4 + 24 + 4, "Q", 33), "bytes must begin at a multiple of 32 and end"),
     "a tensor twice": (replaced(Q.encode(), b"blk.0.attn_k.weight"), "is named twice"),
     "a tensor turned": (of("blk.0.attn_k.weight", 4, "Q", 32), "truncated|overlaps|unused|makes"),
 }

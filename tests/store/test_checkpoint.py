@@ -155,13 +155,14 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
 def test_identity_is_of_the_content(tmp_path: Path) -> None:
     first = Checkpoint.open(write_checkpoint(tmp_path / "a")).identity
     assert Checkpoint.open(write_checkpoint(tmp_path / "b")).identity == first  # folder and times do not enter
-    seen = {first}
-    seen.add(Checkpoint.open(write_checkpoint(tmp_path / "c", config={"model_type": "other"})).identity)
-    path = write_checkpoint(tmp_path / "d") / SHARD
-    path.write_bytes(path.read_bytes()[:-4] + b"diff")  # same header, other weights
-    seen.add(Checkpoint.open(tmp_path / "d").identity)
-    seen.add(Checkpoint.open(write_checkpoint(tmp_path / "e", shards=3)).identity)
-    assert len(seen) == 4
+    changed = write_checkpoint(tmp_path / "d")
+    (changed / SHARD).write_bytes((changed / SHARD).read_bytes()[:-4] + b"diff")  # same header, other weights
+    config = write_checkpoint(tmp_path / "c", config={"model_type": "other"})
+    large = [write_checkpoint(tmp_path / f"large-{value}", shards=1) for value in range(2)]  # those are sampled
+    for value, folder in enumerate(large):
+        save_file({"t0": np.full(6 << 20, value, np.uint8)}, folder / "model.safetensors")
+    folders = [changed, config, write_checkpoint(tmp_path / "e", shards=3), *large]
+    assert len({first, *(Checkpoint.open(folder).identity for folder in folders)}) == 6
 
 
 @pytest.mark.parametrize("nbytes", [40 << 20, 80 << 20])
@@ -199,13 +200,3 @@ def test_the_stamp_of_a_file_in_the_hubs_cache_is_its_hash_until_it_is_written_t
     path.write_bytes(blob.read_bytes()[:-1] + b"x")
     os.utime(blob, ns=(0, path.lstat().st_mtime_ns + 1))
     assert Checkpoint.open(path.parent).stamp != before
-
-
-def test_identity_samples_large_files(tmp_path: Path) -> None:
-    weights = np.zeros(6 << 20, np.uint8)
-    (tmp_path / "config.json").write_text("{}")
-    identities = set()
-    for value in range(3):
-        save_file({"x": weights + value}, tmp_path / "model.safetensors")
-        identities.add(Checkpoint.open(tmp_path).identity)
-    assert len(identities) == 3

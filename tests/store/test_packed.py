@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from expertly.core.errors import ConfigError, StoreError
+from expertly.store.manifest import FileEntry
 from expertly.store.packed import PackedStore
 from tests.store.builders import DENSE, LAYER, PLAN, expert_bytes, stored_experts, write_store
 
@@ -61,7 +63,7 @@ def test_a_missing_or_truncated_file_is_named(store: PackedStore, name: str) -> 
     with pytest.raises(StoreError, match=name):
         PackedStore.open(store.folder)
     os.mkfifo(path)
-    change_entry(store, name, nbytes=0)
+    replace(store.manifest, files={**store.manifest.files, name: FileEntry(0, 0)}).write(store.folder)
     with pytest.raises(StoreError, match=f"{name}: must be a file"):  # and nobody waits for who writes into it
         PackedStore.open(store.folder)
 
@@ -107,10 +109,8 @@ def test_a_damaged_header_is_named(store: PackedStore) -> None:
 
 @pytest.mark.parametrize("name", ["experts-00001.safetensors", "experts-00001.sums.safetensors"])
 def test_a_manifest_that_lacks_a_file_is_refused(store: PackedStore, name: str) -> None:
-    path = store.folder / "manifest.json"
-    raw = json.loads(path.read_text())
-    del raw["files"][name]
-    path.write_text(json.dumps(raw))
+    files = {key: entry for key, entry in store.manifest.files.items() if key != name}
+    replace(store.manifest, files=files).write(store.folder)
     with pytest.raises(StoreError, match=f"files lacks '{name}"):
         PackedStore.open(store.folder)
 
@@ -120,10 +120,3 @@ def test_a_folder_that_is_no_store_is_named(tmp_path: Path) -> None:
         PackedStore.open(tmp_path)
     with pytest.raises(StoreError, match="no such folder"):
         PackedStore.open(tmp_path / "absent")
-
-
-def change_entry(store: PackedStore, name: str, **fields: int) -> None:
-    """What the manifest says of a file, as a forger has it."""
-    manifest = json.loads((store.folder / "manifest.json").read_text())
-    manifest["files"][name] |= fields
-    (store.folder / "manifest.json").write_text(json.dumps(manifest))

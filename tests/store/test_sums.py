@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import Span
 from expertly.engine import transfer
+from expertly.store.manifest import FileEntry
 from expertly.store.packed import PackedStore
 from expertly.store.sums import blocks_per_expert
 from tests.store.builders import PLAN, write_store
@@ -89,12 +89,16 @@ def test_each_block_is_compared_when_it_is_first_read(
 
 
 def test_a_file_of_sums_is_read_as_hostile_input(store: PackedStore) -> None:
-    path, manifest_path = store.folder / "experts-00000.sums.safetensors", store.folder / "manifest.json"
-    whole, manifest = path.read_bytes(), json.loads(manifest_path.read_text())
-    forged = whole.replace(b'"shape":[3,4]', b'"shape":[4,3]')
+    path = store.folder / "experts-00000.sums.safetensors"
+
+    def list_as(nbytes: int, checksum: int) -> None:
+        replace(store.manifest, files={**store.manifest.files, path.name: FileEntry(nbytes, checksum)}).write(
+            store.folder
+        )
+
+    forged = path.read_bytes().replace(b'"shape":[3,4]', b'"shape":[4,3]')
     path.write_bytes(forged)
-    manifest["files"][path.name]["checksum"] = xxhash.xxh3_64_intdigest(forged)
-    manifest_path.write_text(json.dumps(manifest))
+    list_as(len(forged), xxhash.xxh3_64_intdigest(forged))
     with pytest.raises(StoreError, match=r"no tensor 'checksum' of U64 \[3, 4\]"):
         PackedStore.open(store.folder)
     flip(path, -1)
@@ -102,7 +106,6 @@ def test_a_file_of_sums_is_read_as_hostile_input(store: PackedStore) -> None:
         PackedStore.open(store.folder)
     with path.open("ab") as file:
         file.write(b"more")
-    manifest["files"][path.name]["nbytes"] += 4
-    manifest_path.write_text(json.dumps(manifest))
+    list_as(len(forged) + 4, 0)
     with pytest.raises(StoreError, match="4196 bytes; accepted: 4192"):
         PackedStore.open(store.folder)

@@ -90,9 +90,7 @@ class GptqFormat(_InHalf):
         return points
 
     def dequantised(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> torch.Tensor:
-        """Also of what tiles cannot hold: inputs in another order than their groups, and 8 bits, which GPTQModel gives
-        lm_head.
-        """
+        """Also of inputs in another order than their groups, and of 8 bits, which GPTQModel gives lm_head."""
         words, scales, zeros, order = tensors
         bits, num = 8 if 4 * len(words) == columns else 4, shape2(zeros, self.suffixes[2])[0]
         shapes = (columns * bits // 32, rows), (num, rows), (num, rows * bits // 32), (columns,)

@@ -99,9 +99,7 @@ class TiledFormat(Protocol):
         return tiles.transpose(1, 2).reshape(TILE_OUTPUTS * len(blocks), -1)
 
     def matrices(self, names: Iterable[str], what: str) -> list[tuple[str, ...]]:
-        """Groups the tensors of one parameter by matrix (a checkpoint may have gate and up apart), each in the order of
-        `suffixes`. Raises CheckpointError where a matrix lacks a tensor.
-        """
+        """Groups a parameter's tensors by matrix (gate and up may be apart), in the order of `suffixes`."""
         plain = {name.removesuffix("$"): name for name in names}
         stems = dict.fromkeys(name.removesuffix(end) for name in plain for end in self.suffixes if name.endswith(end))
         for name in (stem + end for stem in stems or ("",) for end in self.suffixes):
@@ -231,9 +229,7 @@ class ExpertFormat:
 
 
 def transposed(part: Bytes, num_bytes: int) -> Bytes:
-    """[..., b, a, num_bytes] from [..., a, b * num_bytes]. Items of 2, 4, 8 or 16 bytes are moved as one number,
-    several times as fast as byte by byte.
-    """
+    """[..., b, a, num_bytes] from [..., a, b * num_bytes], whose items are moved as one number where they can be."""
     kind = {2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}.get(num_bytes)
     if kind is None:
         return part.reshape(*part.shape[:-1], -1, num_bytes).swapaxes(-2, -3)

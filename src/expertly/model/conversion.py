@@ -103,10 +103,7 @@ def _is_dequantizing(operation: Any) -> bool:
 
 
 def make_quantizer(quantization: object, dtype: str) -> Any | None:
-    """The quantizer that undoes `config.quantization_config` for a model in `dtype`; None without one.
-
-    Raises UnsupportedModelError naming the method and what is supported.
-    """
+    """What undoes `config.quantization_config` for a model in `dtype`, or None. Raises UnsupportedModelError."""
     if not quantization:
         return None
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -265,9 +262,7 @@ _CHUNK_NBYTES = 8 << 20
 
 
 class ExpertsReader:
-    """Reads the experts of one site in the store's layout `[I, M, H]`, one at a time. A whole weight of the layer is
-    read at once only where an operation of transformers mixes experts.
-    """
+    """Reads the experts of one site, [I, M, H], one at a time; a whole layer only where an operation mixes experts."""
 
     def __init__(
         self,
@@ -356,9 +351,7 @@ class ExpertsReader:
         return form.pack(inner, self._parts(form.down, second, expert))
 
     def _format_of(self, kept: str) -> ExpertFormat | None:
-        """The checkpoint's format, if all that transformers would do with its experts is to dequantise them; else None.
-        Raises CheckpointError.
-        """
+        """The checkpoint's format, if transformers does nothing with its experts but dequantise them; else None."""
         groups, refs = self._groups, self._checkpoint.tensors
         types = {target: {refs[name].dtype for name in group.names} for target, group in groups.items()}
         is_float = [each <= IS_FLOAT for each in types.values()]
@@ -451,9 +444,7 @@ class ExpertsReader:
             self._check_made(target, group)
 
     def _check_layout(self) -> None:
-        """Refuse a square matrix beside one that lies turned in the checkpoint: transformers turns a matrix only where
-        its shape says so.
-        """
+        """Refuse a square matrix beside one that lies turned: transformers turns a matrix only by its shape."""
         squares, turned = [], []
         for target, group in self._groups.items():
             if not any(getattr(operation, "check_dims", False) for operation in group.operations):
@@ -535,9 +526,7 @@ def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
 
 
 def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None, *, as_bytes: bool = False) -> torch.Tensor:
-    """A tensor, or (`row`) `tensor[row : row + 1]`. GGUF's blocks are dequantised to float32, or (`as_bytes`) returned
-    as bytes. Raises CheckpointError for a type that the package gguf cannot decode.
-    """
+    """A tensor, or `tensor[row : row + 1]`. GGUF's blocks are dequantised to float32, unless `as_bytes`."""
     ref, dtype = checkpoint.tensors[name], _dtype(checkpoint, name)
     row = row if ref.shape else None
     raw, shape = checkpoint.read(name, row), ref.shape if row is None else (1, *ref.shape[1:])
@@ -568,9 +557,7 @@ def read_group(checkpoint: Checkpoint, group: Group, expert: int | None = None, 
 def parts_of(
     form: TiledFormat, group: Group, tensors: Tensors, rows: int, columns: int, expert: int | None = None
 ) -> tuple[Bytes, ...]:
-    """The parts of a parameter [rows, columns] (of an expert) from its group's `tensors`. Raises CheckpointError naming
-    the tensors that do not fit.
-    """
+    """The parts of a parameter [rows, columns] (of an expert) from its group's `tensors`. Raises CheckpointError."""
     matrices = form.matrices(group.patterns, group.target)
     parts = []
     for names in matrices:

@@ -19,9 +19,7 @@ from expertly.store.checkpoint import TensorRef
 
 
 class GroupDequantizer:
-    """Takes the place of a transformers quantizer in `Conversion`. `forms`: the formats that a checkpoint's matrices
-    may have; their tensors have the same names and differ in dtypes.
-    """
+    """A quantizer for `Conversion`. `forms`: formats that matrices may have, which differ in dtypes alone."""
 
     renamed: Mapping[str, str] = {}
     """Endings of names, and what transformers is to take them for."""
@@ -54,9 +52,7 @@ class GroupDequantizer:
 
 
 def extended(transforms: Sequence[Any], quantizer: GroupDequantizer | BlockDequantizer) -> list[Any]:
-    """A model's transforms, to make weights from quantised tensors, too: those that make something of weights first
-    make these, which one more does alone.
-    """
+    """A model's transforms, which make weights from quantised tensors first; one more makes these alone."""
     suffixes = tuple(dict.fromkeys((".weight", *quantizer.suffixes)))
     made: list[Any] = [WeightRenaming(_ending(name), to) for name, to in quantizer.renamed.items()]
     for transform in transforms:
@@ -79,9 +75,7 @@ def _ending(suffix: str) -> str:
 
 
 class Dequantize(ConversionOps):  # type: ignore[misc]
-    """The operation of a GroupDequantizer or a BlockDequantizer. `is_alone`: its result is the parameter; no other
-    operation follows.
-    """
+    """The operation of these quantizers. `is_alone`: its result is the parameter; no other operation follows."""
 
     def __init__(self, hf_quantizer: GroupDequantizer | BlockDequantizer, is_alone: bool = False) -> None:
         self.hf_quantizer = hf_quantizer

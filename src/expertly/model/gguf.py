@@ -198,9 +198,7 @@ class _Metadata:
 
 
 def _config_of(files: GgufFiles, name: str, num_rows: int) -> dict[str, Any]:
-    """The config's fields, with llama.cpp's defaults. `num_rows`: of the table of embeddings. Raises CheckpointError
-    naming the key.
-    """
+    """The config's fields, with llama.cpp's defaults; `num_rows`: of the embeddings. Raises CheckpointError."""
     row, said = _ARCHITECTURES[name], _Metadata(files, name)
     kinds = {**{key: kind for key, (_, kind) in _FIELDS.items()}, **row.kinds}
     values: dict[str, Any] = {}
@@ -354,9 +352,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def kept_formats(checkpoint: Checkpoint) -> str:
-    """The weight formats of a GGUF file's experts, joined by +; "" where they are not quantised, or
-    it is no GGUF file.
-    """
+    """The weight formats of a GGUF file's experts, joined by +; "" where they are not quantised."""
     if not checkpoint.gguf:
         return ""
     types = {ref.dtype for name, ref in checkpoint.tensors.items() if name.endswith(_EXPERTS)} - IS_FLOAT

@@ -130,9 +130,7 @@ def _known_splits() -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def tokenizer_folder(files: GgufFiles, class_name: str) -> Iterator[Path]:
-    """A folder with a file's tokenizer, as transformers' class of this name writes it; an empty one where the file has
-    none. Raises CheckpointError.
-    """
+    """A folder with a file's tokenizer, as transformers' class of this name writes it; empty where it has none."""
     with tempfile.TemporaryDirectory(prefix="expertly-") as made:
         if files.metadata.get("tokenizer.ggml.model", "none") not in _NONE:
             link = Path(made) / "model.gguf"  # alone in its folder: transformers reads what lies beside it, too

@@ -32,9 +32,7 @@ def download(name: str, store: Path | None = None) -> Path:
 
 
 def _check_room(name: str, store: Path | None) -> None:
-    """Compare what is to be downloaded and packed with the free space. If the hub does not answer, its cache may have
-    all.
-    """
+    """Compare the free space with what is to be downloaded and packed; not where the hub does not answer."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     try:

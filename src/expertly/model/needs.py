@@ -66,9 +66,7 @@ class ModelNeeds:
 
 
 def needs_of(model: str | None) -> ModelNeeds:
-    """The needs of a checkpoint folder, a packed store, a config.json or a folder with only that, or a hub id. Raises
-    CheckpointError or UnsupportedModelError with the reason, as packing would.
-    """
+    """The needs of a folder, GGUF file, packed store, config.json alone or hub id. Raises as packing would."""
     name = "demo" if model is None else str(model)
     path = Path(name).expanduser()
     if path.name == "config.json" and path.is_file():

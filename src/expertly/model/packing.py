@@ -132,9 +132,7 @@ class Weights:
 
 
 def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None = None) -> Weights:
-    """In `dtype`; None: in the format of the checkpoint where that can be kept, or rounded to `quantize`. Raises as
-    `default_dtype`, and ConfigError where the checkpoint is not to be rounded.
-    """
+    """In `dtype`, else in the checkpoint's format where it can be kept, or rounded. Raises as `default_dtype`."""
     if quantize is not None:
         form = rounding_format(quantize).name
         if dtype is not None:
@@ -203,9 +201,7 @@ def local_folder(model: str | Path | None) -> Path | None:
 
 
 def default_dtype(checkpoint: Checkpoint) -> str:
-    """The config's dtype, else the one that most bytes of weights have; float32 of a quantised GGUF file. Raises
-    CheckpointError naming the field.
-    """
+    """The config's dtype, else that of most bytes; float32 of a quantised GGUF file. Raises CheckpointError."""
     config = checkpoint.config
     if checkpoint.gguf and not all(ref.dtype in IS_FLOAT for ref in checkpoint.tensors.values()):
         return "float32"  # transformers' own for a GGUF file, whose weights decode to it
@@ -227,9 +223,7 @@ def default_dtype(checkpoint: Checkpoint) -> str:
 def _open_store(
     folder: Path, dtype: str | None, quantize: str | None, identity: str | None = None, stamp: str = ""
 ) -> PackedStore:
-    """The store that is there. Raises ConfigError where it is of another dtype than was asked for, or is not rounded to
-    `quantize`.
-    """
+    """The store that is there. Raises ConfigError where it is of another dtype or rounding than was asked for."""
     store = PackedStore.open(folder, identity, stamp)
     manifest, again = store.manifest, f"pack {store.manifest.source} again for another"
     if quantize is not None and quantize != (manifest.rounding and manifest.rounding.to):
@@ -389,9 +383,7 @@ class Packing:
                 )
 
     def _kept_form(self, group: Group) -> TiledFormat | None:
-        """The format in which a dense parameter is kept: the weight of a linear layer or a table of embeddings that is
-        in one, whole tiles of it, and nobody else's.
-        """
+        """The format of a linear layer's or an embedding's weight that stays in it: whole tiles, and nobody else's."""
         path, _, last = group.target.rpartition(".")
         tied, model = self._model.all_tied_weights_keys, self._model
         in_float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
@@ -449,9 +441,7 @@ class Packing:
         yield to_bytes(cast(tensor, self._torch_dtype, group.target))
 
     def _check_unexpected(self) -> None:
-        """Tensors that transformers ignores are left out, unless they are experts that the config does not know. A GGUF
-        file has none that mean nothing.
-        """
+        """Refuse experts that the config does not know, and any tensor of a GGUF file that means nothing."""
         if self._checkpoint.gguf and self._unexpected:
             name = self._unexpected[0]
             raise CheckpointError(

@@ -111,9 +111,7 @@ def read_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
 
 
 def _of_the_model(value: Any) -> Any:
-    """A config's fields, and those of the configs in it, without `_OF_A_RUN`. JSON has no infinity: transformers writes
-    an object for it.
-    """
+    """A config's fields, and those in it, without `_OF_A_RUN`; with infinity for the object that stands for it."""
     if isinstance(value, list):
         return [_of_the_model(inner) for inner in value]
     if not isinstance(value, dict):
@@ -169,9 +167,7 @@ def quiet() -> Iterator[None]:
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that `config.architectures` names, or the family's language model. Raises UnsupportedModelError where
-    there is none, or where transformers computes it wrongly.
-    """
+    """The class that `config.architectures` names, or the family's language model. Raises UnsupportedModelError."""
     if config.model_type in _WRONG_UPSTREAM:
         raise _unsupported(config.model_type, f"refused: {_WRONG_UPSTREAM[config.model_type]}")
     for architecture in config.architectures or ():
@@ -313,9 +309,7 @@ _TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 def _top_k(model: PreTrainedModel, name: str, experts: nn.Module, num_experts: int) -> int:
-    """K: an attribute of the block or of a module in it, else a field of the config. Raises CheckpointError naming the
-    field by which a token chooses no expert, or more than there are.
-    """
+    """K: an attribute of the block or of a module in it, else a field of the config. Raises CheckpointError."""
     text = model.config.get_text_config(decoder=True)
     for key in _TOP_K_FIELDS:
         value = getattr(text, key, None)

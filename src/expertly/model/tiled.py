@@ -23,9 +23,7 @@ _DECODED_NBYTES = 8 << 20
 
 
 class TiledLayer(nn.Module):
-    """Mixed in before the layer's own class: its weight [rows, columns] is in the tiles of a format, uint8
-    [rows / 16, nbytes]. Not to be trained.
-    """
+    """Mixed in before a layer's class: its weight [rows, columns] is tiles, uint8 [rows / 16, nbytes]; no training."""
 
     tiles: torch.Tensor
     _expertly_format: TiledFormat
@@ -152,9 +150,7 @@ def put_tiles(model: nn.Module, formats: Mapping[str, str]) -> None:
 
 
 def use_tiles(model: nn.Module, kernels: Kernels) -> int:
-    """Compute a loaded model's layers that have tiles by the compiled kernels; where these are not to be had, decode
-    them for good. How many are computed.
-    """
+    """Compute layers that have tiles by the compiled kernels, else decode them for good. How many are computed."""
     num_used = 0
     for module in [one for one in model.modules() if isinstance(one, TiledLayer)]:
         if kernels.most_tokens(module._expertly_dtype, module._expertly_format.name):

@@ -134,9 +134,7 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
 
 
 def make_room_for_this_version(folder: Path) -> None:
-    """Remove the cached store at `folder` if it has another version's format, so that it is packed again. Raises
-    StoreError where it cannot be removed.
-    """
+    """Remove the cached store at `folder` if it has another version's format. Raises StoreError."""
     if not is_packed_store(folder):
         return
     if read_json_object(folder / MANIFEST_NAME, StoreError).get("format_version") != FORMAT_VERSION:
@@ -167,9 +165,7 @@ def _entry(path: Path) -> CacheEntry:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The lock of an unfinished store, which must not be removed while a process writes it; of another there is none.
-    Raises StoreError where another process has it.
-    """
+    """Hold the lock of an unfinished store, if it has one. Raises StoreError where another process packs it."""
     try:
         fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

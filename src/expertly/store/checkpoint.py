@@ -119,9 +119,7 @@ class Checkpoint:
 
     @cached_property
     def stamp(self) -> str:
-        """Another one whenever a file of weights was changed or replaced, even between the bytes of the sample, or is
-        read otherwise, by another version of expertly.
-        """
+        """Another one whenever a file of weights was changed, even between the samples, or is read otherwise."""
         stamps = "".join(f"{name} {_stamp(self._beside / name)}\n" for name in self.headers)
         return hashlib.sha256(f"{stamps}{self.reading}".encode()).hexdigest()
 

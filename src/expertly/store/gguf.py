@@ -167,9 +167,7 @@ class _Header:
         return fields
 
     def tensors(self, alignment: object) -> dict[str, TensorRef]:
-        """Raises CheckpointError where a tensor's type or sizes are impossible, or where tensors overlap, leave bytes
-        unused or reach beyond the file.
-        """
+        """Raises CheckpointError where sizes are impossible, or tensors overlap or do not fill the file."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):

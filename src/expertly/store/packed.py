@@ -40,9 +40,7 @@ def expert_files(layer: int) -> tuple[str, str]:
 
 
 def experts_spec(layer: LayerGeometry, dtype: str) -> TensorSpec:
-    """The tensor in the file `experts_name`: [E, I, M, H] (M: gate if any, up, transposed down), or in a weight format
-    bytes [E, I / G, nbytes] of blocks of G neurons.
-    """
+    """Of the file `experts_name`: [E, I, M, H] (M: gate if any, up, down turned), or bytes [E, I / G, nbytes]."""
     if layer.format:
         return TensorSpec(EXPERTS_KEY, "U8", (layer.num_experts, layer.num_blocks, layer.block_nbytes))
     shape = (layer.num_experts, layer.intermediate_size, layer.num_matrices, layer.hidden_size)
@@ -197,9 +195,7 @@ class PackedStore:
         check_claims(self.folder / "config.json", self.config, shapes, StoreError)
 
     def check_dense(self) -> Mapping[str, os.stat_result]:
-        """Compare all files but experts with the manifest. Returns what they were when they were read. Raises
-        StoreError naming the one that is damaged.
-        """
+        """Compare all files but experts with the manifest. Returns what they were then. Raises StoreError."""
         names = ("config.json", INDEX_NAME, DENSE_NAME, *filter(is_extra, self.manifest.files))
         return {name: self._check(name) for name in names if not is_text(name)}
 

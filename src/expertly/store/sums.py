@@ -28,9 +28,7 @@ _MIN_BLOCK_NBYTES = 16 << 10
 
 
 def blocks_per_expert(layer: LayerGeometry) -> int:
-    """B: the largest number, up to 16, of equal blocks of whole neurons (or of a weight format's blocks) with at least
-    16 KiB each; else 1.
-    """
+    """B: the most, up to 16, equal blocks of whole neurons (or a format's blocks) of 16 KiB or more; else 1."""
     counts = (n for n in range(_MAX_BLOCKS, 1, -1) if not layer.num_blocks % n)
     return next((n for n in counts if layer.expert_nbytes // n >= _MIN_BLOCK_NBYTES), 1)
 
