@@ -16,6 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tests.families import NUM_EXPERTS, VOCAB_SIZE
 from tests.model.checkpoints import read_tensors
 
+_LETTERS = [chr(code) for code in range(33, 127)]
+WORDS = [*_LETTERS, "ab", *(f"<{number}>" for number in range(VOCAB_SIZE - len(_LETTERS) - 1))]
+"""A vocabulary; its last word is the end of a text."""
+
 ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "minimax_m2": "minimax-m2"}
 
 
@@ -159,31 +163,31 @@ def set_strings(key: str, place: int, raw: bytes) -> Callable[[bytearray], None]
     return change
 
 
+GPT_OSS_FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    **dict.fromkeys(("feed_forward_length", "expert_feed_forward_length"), "intermediate_size"),
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    **dict.fromkeys(("attention.key_length", "attention.value_length"), "head_dim"),
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "rope.freq_base": "rope_theta",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+}
+
+
 def make_gpt_oss_gguf(path: Path, source: Path, words: Sequence[str] = (), **metadata: Any) -> Path:
     """A checkpoint of gpt-oss in MXFP4 as llama.cpp's converter writes it, linear layers in float32. `metadata`: what
     is to be changed, None for what is to be missing.
     """
     config, tensors = json.loads((source / "config.json").read_text()), read_tensors(source)
-    rope = config["rope_parameters"]
-    said = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "expert_feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": config["head_dim"],
-        "attention.value_length": config["head_dim"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "attention.sliding_window": config["sliding_window"],
-        "expert_count": config["num_local_experts"],
-        "expert_used_count": config["num_experts_per_tok"],
-        "rope.freq_base": rope["rope_theta"],
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": rope["factor"],
-        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-    } | metadata
+    fields = config | config["rope_parameters"]
+    said = {key: fields[name] for key, name in GPT_OSS_FIELDS.items()} | {"rope.scaling.type": "yarn"} | metadata
     writer = gguf.GGUFWriter(path, "gpt-oss")
     set_metadata(writer, "gpt-oss", said)
     _add_words(writer, words, "gpt-4o")

@@ -23,13 +23,11 @@ from expertly.model.packing import pack, pack_cached
 from expertly.native.kernels import VARIABLE
 from tests.engine.observe import loaded
 from tests.families import VOCAB_SIZE, generate, logits_of, make_prompts
-from tests.formats.gguf_files import load_gguf, make_gguf, make_gpt_oss_gguf
+from tests.formats.gguf_files import WORDS, load_gguf, make_gguf, make_gpt_oss_gguf
 from tests.model.checkpoints import load_dequantised, make_mxfp4_checkpoint, read_experts, refused
 
 SMALL = {"hidden": 64, "intermediate": 128}
 DOWN = "blk.1.ffn_down_exps.weight"
-_LETTERS = [chr(code) for code in range(33, 127)]
-WORDS = [*_LETTERS, "ab", *(f"<{number}>" for number in range(VOCAB_SIZE - len(_LETTERS) - 1))]
 
 
 @pytest.mark.parametrize(

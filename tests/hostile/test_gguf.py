@@ -15,13 +15,11 @@ import pytest
 from expertly.core.errors import CheckpointError
 from expertly.model.packing import pack
 from tests.families import VOCAB_SIZE
-from tests.formats.gguf_files import make_gguf, set_strings
+from tests.formats.gguf_files import WORDS, make_gguf, set_strings
 from tests.hostile.cases import run_command
 
 KIND = gguf.GGUFValueType
 NAN, INF = math.nan, math.inf
-LETTERS = [chr(code) for code in range(33, 127)]
-WORDS = [*LETTERS, "ab", *(f"<{number}>" for number in range(VOCAB_SIZE - len(LETTERS) - 1))]
 WHOLE = "must be a whole number from 1 to 2147483647"
 """What is said of most sizes."""
 
