@@ -60,6 +60,20 @@ def unfinished(folder: Path) -> Path:
 
 # -- packing -----------------------------------------------------------------------------------------------------------
 
+
+def left_with(name: str, make: Callable[[Path, Path], Any]) -> Callable[[Path, Path], Any]:
+    """An unfinished store in which something else has the name of one of its files."""
+    return lambda m, mine: ((unfinished(m) / name).unlink(missing_ok=True), make(partial_folder(m) / name, mine))
+
+
+def pipe(path: Path, mine: Path) -> None:
+    os.mkfifo(path)
+
+
+def link_to(name: str) -> Callable[[Path, Path], Any]:
+    return lambda path, mine: path.symlink_to(mine / name)
+
+
 PACKING: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "partial is a link": (lambda m, mine: linked(partial_folder(m), mine), "a link is in the way"),
     "partial is a dangling link": (lambda m, mine: linked(partial_folder(m), m / "absent"), "a link is in the way"),
@@ -75,37 +89,19 @@ PACKING: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     ),
     "out is a link": (lambda m, mine: linked(m, mine), "a link is in the way"),
     "out is a link to nothing": (lambda m, mine: linked(m, m.with_name("absent")), "a link is in the way"),
-    "the lock is a pipe": (
-        lambda m, mine: ((unfinished(m) / "lock").unlink(), os.mkfifo(partial_folder(m) / "lock")),
-        "a pipe is in the way",
-    ),
-    "the lock is a link": (
-        lambda m, mine: ((unfinished(m) / "lock").unlink(), linked(partial_folder(m) / "lock", mine / "lock")),
-        "a link is in the way",
-    ),
+    "the lock is a pipe": (left_with("lock", pipe), "a pipe is in the way"),
+    "the lock is a link": (left_with("lock", link_to("lock")), "a link is in the way"),
     "the lock is a second name": (
-        lambda m, mine: (
-            (unfinished(m) / "lock").unlink(),
-            (partial_folder(m) / "lock").hardlink_to(mine / "thesis.txt"),
-        ),
+        left_with("lock", lambda path, mine: path.hardlink_to(mine / "thesis.txt")),
         "a file is in the way",
     ),
-    "the journal is a pipe": (
-        lambda m, mine: ((unfinished(m) / "progress.json").unlink(), os.mkfifo(partial_folder(m) / "progress.json")),
-        "a pipe is in the way",
-    ),
+    "the journal is a pipe": (left_with("progress.json", pipe), "a pipe is in the way"),
     "a file of experts is a link": (
-        lambda m, mine: linked(unfinished(m) / "experts-00001.safetensors", mine / "thesis.txt"),
+        left_with("experts-00001.safetensors", link_to("thesis.txt")),
         "a link is in the way",
     ),
-    "the manifest is a link": (
-        lambda m, mine: linked(unfinished(m) / "manifest.json", mine / "config.json"),
-        "a link is in the way",
-    ),
-    "what is made is a link": (
-        lambda m, mine: linked(unfinished(m) / ".config.json.tmp", mine / "config.json"),
-        "a link is in the way",
-    ),
+    "the manifest is a link": (left_with("manifest.json", link_to("config.json")), "a link is in the way"),
+    "what is made is a link": (left_with(".config.json.tmp", link_to("config.json")), "a link is in the way"),
 }
 
 

@@ -107,9 +107,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=r"store\.partial: making the folder failed|looking at it failed"):
         write_store(tmp_path / "file" / "store")
-
-
-def test_a_read_only_disk_is_named(tmp_path: Path) -> None:
     with tiny_disk(tmp_path, read_only=True) as disk, pytest.raises(StoreError, match=r"not writable .*EXPERTLY_CACHE"):
         write_store(disk / "store")
 
