@@ -10,6 +10,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ PRELOADED = [
 
 
 class RunningCommand:
-    """`expertly ARGUMENTS`, or `python SCRIPT.py ARGUMENTS`; what it prints goes to files."""
+    """`expertly ARGUMENTS`, or `python SCRIPT.py ARGUMENTS`, in `folder`; what it prints goes to files in `printed`.
+    `path` stands before what Python imports from; `within` is a context that it runs in.
+    """
 
     def __init__(
         self,
@@ -37,24 +40,24 @@ class RunningCommand:
         printed: Path,
         arguments: tuple[str, ...],
         folder: Path,
-        path: Path | None,
-        stdin: Path | None,
+        path: Path | None = None,
+        stdin: Path | None = None,
+        within: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self._files = [printed / "stdout", printed / "stderr"]
         for file in self._files:
-            file.touch()
-        self.process = context.Process(
-            target=_run, args=(arguments, [stdin, *self._files], dict(os.environ), folder, path)
-        )
+            file.write_text("")
+        told = (arguments, [stdin, *self._files], dict(os.environ), folder, path, within)
+        self.process = context.Process(target=_run, args=told)
         self.process.start()
 
     @property
     def out(self) -> str:
-        return self._files[0].read_text()
+        return self._files[0].read_text(errors="replace")
 
     @property
     def err(self) -> str:
-        return self._files[1].read_text()
+        return self._files[1].read_text(errors="replace")
 
     def wait_until(self, is_so: Callable[[], bool], seconds: float = 120) -> None:
         """Fails where the command ends before, or takes longer."""
@@ -75,7 +78,12 @@ class RunningCommand:
 
 
 def _run(
-    arguments: tuple[str, ...], files: list[Path | None], environment: dict[str, str], folder: Path, path: Path | None
+    arguments: tuple[str, ...],
+    files: list[Path | None],
+    environment: dict[str, str],
+    folder: Path,
+    path: Path | None,
+    within: Callable[[], AbstractContextManager[object]],
 ) -> None:
     """Leads a process group of its own. `files` are stdin, where it is not as it is, stdout and stderr."""
     from expertly.cli.main import main
@@ -101,7 +109,9 @@ def _run(
         sys.path.insert(0, str(Path(arguments[0]).parent))
         runpy.run_path(arguments[0], run_name="__main__")
         sys.exit()
-    sys.exit(main(list(arguments)))
+    with within():
+        code = main(list(arguments))
+    sys.exit(code)
 
 
 def keep_the_code_of_libraries(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:

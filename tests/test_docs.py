@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,38 +14,20 @@ from expertly.policies.prediction import ALL_LAYERS
 from expertly.policies.registry import PREDICTORS
 from expertly.scheduler.systems import AUTO_SYSTEM, PARTS, SYSTEMS, get_system
 from tests.command_lines import command_of, flags_of, parse
-from tools import docs_tables
-from tools.docs_tables import (
-    ASKED,
-    OPTIONS,
-    RESULTS,
-    WEIGHTS,
-    TableError,
-    commits_since_the_weights,
-    read_results,
-    render_page,
-    with_options,
-)
+from tools.docs_tables import ASKED, OPTIONS, RESULTS, TableError, read_results, render_page, with_options
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PAGES = sorted(
-    [
-        *(
-            REPOSITORY / name
-            for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "lab/README.md")
-        ),
-        *(REPOSITORY / "docs").rglob("*.md"),
-    ]
-)
+ROOTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "lab/README.md")
+PAGES = sorted([*(REPOSITORY / name for name in ROOTS), *(REPOSITORY / "docs").rglob("*.md")])
 LOG = sorted((REPOSITORY / "docs" / "log").glob("*.md"))
 HISTORY = (REPOSITORY / "CHANGELOG.md", *LOG)
 """Pages that name commands as they were called once."""
 NOT_OURS = ("my_", "fading", "again", "...")
 """In names of systems that a page makes up, or leaves open."""
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-now = pytest.mark.parametrize(
-    "page", [page for page in PAGES if page not in HISTORY], ids=lambda page: str(page.relative_to(REPOSITORY))
+pages, now = (
+    pytest.mark.parametrize("page", some, ids=lambda page: str(page.relative_to(REPOSITORY)))
+    for some in (PAGES, [page for page in PAGES if page not in HISTORY])
 )
 
 
@@ -81,15 +62,12 @@ def check_systems(text: str) -> None:
 
 
 @pages
-def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
-
-
-@pages
-def test_blocks_begin_as_the_site_reads_them(page: Path) -> None:
+def test_links_lead_somewhere_and_blocks_begin_as_the_site_reads_them(page: Path) -> None:
     """With anything else behind the language, a block and the headings in its comments are shown as text."""
-    fences = re.findall(r"^```.*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    fences = re.findall(r"^```.*$", text, re.MULTILINE)
     assert [fence for fence in fences if not re.fullmatch(r'```(\w+( title="[^"]+")?)?', fence)] == []
 
 
@@ -112,7 +90,7 @@ def test_commands_parse(page: Path) -> None:
 
 
 @now
-def test_commands_in_sentences_have_the_flags_that_they_name(page: Path) -> None:
+def test_commands_and_systems_in_sentences_exist(page: Path) -> None:
     for text in inline(page):
         program, *words = text.split(" ")
         if program == "expertly" and words and not {"COMMAND"} & set(words):
@@ -121,6 +99,8 @@ def test_commands_in_sentences_have_the_flags_that_they_name(page: Path) -> None
             assert {word for word in words if word.startswith("--")} <= flags_of(command), text
             if "--system" in words[:-1]:
                 check_systems(words[words.index("--system") + 1])
+        elif re.fullmatch(r"[a-z][\w-]*(:[\w-]+=[\w.-]+)+", text):
+            check_systems(text)
 
 
 @now
@@ -132,13 +112,6 @@ def test_benchmarks_exist_and_have_the_flags_that_are_named(page: Path) -> None:
             ways = {flag: (f'"{flag}"', flag[2:].replace("-", "_") + "=") for flag in re.findall(r"(--[\w-]+)", rest)}
             missing = [flag for flag, known in ways.items() if not any(way in source for way in known)]
             assert missing == [], f"{text}: {script} has no {missing}"
-
-
-@now
-def test_systems_that_are_named_can_be_had(page: Path) -> None:
-    for text in inline(page):
-        if re.fullmatch(r"[a-z][\w-]*(:[\w-]+=[\w.-]+)+", text):
-            check_systems(text)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem in SYSTEMS.built_in], ids=lambda page: page.stem)
@@ -181,24 +154,18 @@ def test_pages_are_as_short_as_contributing_says() -> None:
     assert len(readme.splitlines()) <= 80
 
 
-@pytest.fixture
-def recent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docs_tables, "commits_since_the_weights", lambda: ("e92f8600915", "393c1260a1f"))
-
-
 @pytest.mark.parametrize(
     ("column", "commit", "script", "expected"),
     [
         ("{tpot_s:ms}", "393c126", "simulated", "| TPOT |\n| --- |\n| 117 ms |\n| - |\n"),
         ("{tpot_s:ms}", "393c126+changes", "simulated", "accepted: a commit without changes"),
         ("{tpot_s:ms}", None, "simulated", "accepted: a commit without changes"),
-        ("{tpot_s:ms}", "5a9e0ae", "simulated", "stale: measured at commit 5a9e0ae; accepted: e92f860, which"),
         ("{tpot_s:ms}", "393c126", "offload", "accepted: a script of this repository"),
         ("{ttft_s:ms}", "393c126", "simulated", r"'TPOT' asks for \['ttft_s'\]"),
     ],
 )
-def test_a_table_is_of_a_file_from_a_recent_commit_whose_script_exists(
-    tmp_path: Path, recent: None, column: str, commit: str | None, script: str, expected: str
+def test_a_table_is_of_a_file_from_a_commit_whose_script_exists(
+    tmp_path: Path, column: str, commit: str | None, script: str, expected: str
 ) -> None:
     page = f'<!-- results: one.json\ncolumns:\n  TPOT: "{column}"\n-->\n<!-- /results -->\n'
     with pytest.raises(TableError, match="no such file"):
@@ -217,31 +184,3 @@ def test_a_table_is_of_a_file_from_a_recent_commit_whose_script_exists(
     else:
         with pytest.raises(TableError, match=expected):
             render_page(page, tmp_path)
-
-
-def test_results_from_before_the_weights_or_from_elsewhere_are_stale(tmp_path: Path) -> None:
-    clone, weights = tmp_path / "clone", tmp_path / "clone" / WEIGHTS
-    weights.parent.mkdir(parents=True)
-
-    def commit(text: str, path: Path = weights) -> str:
-        path.write_text(text)
-        git("add", ".")
-        git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", text)
-        return git("rev-parse", "HEAD")
-
-    def git(*words: str) -> str:
-        return subprocess.check_output(["git", "-C", clone, *words], text=True).strip()
-
-    assert commits_since_the_weights(clone) is None, "no clone yet"
-    git("init", "-q")
-    commit("first weights")
-    git("checkout", "-qb", "beside")
-    elsewhere = commit("a branch without the new weights", clone / "other")
-    git("checkout", "-q", "-")
-    trained = commit("new weights")
-    git("-c", "user.name=a", "-c", "user.email=a@b", "merge", "-qm", "both", "beside")
-    merged = git("rev-parse", "HEAD")
-    recent = commits_since_the_weights.__wrapped__(clone)
-    assert recent == (trained, merged) and elsewhere not in recent
-    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{clone}", tmp_path / "shallow"], check=True)
-    assert commits_since_the_weights(tmp_path / "shallow") is None

@@ -22,10 +22,8 @@ formats of UNITS added. A field that a row lacks makes its cell "-".
 
 Between `<!-- options -->` and `<!-- /options -->` stand the options of `expertly.load`, from expertly.options.
 
-Refused: a file that is missing; one measured from a tree with uncommitted changes; a stale one, whose commit is not in
-the history since the demo model's weights last changed (not checked where the checkout has no whole history); one whose
-command names no script of this repository, so that nobody can run it again; a field that no row has; a table without
-rows.
+Refused: a file that is missing; one measured from a tree with uncommitted changes; one whose command names no script of
+this repository, so that nobody can run it again; a field that no row has; a table without rows.
 """
 
 from __future__ import annotations
@@ -34,11 +32,9 @@ import argparse
 import json
 import re
 import string
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +44,6 @@ from expertly.options import LoadOptions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "bench" / "results"
-WEIGHTS = "src/expertly/data/demo/model.safetensors"
-"""Of the model that nearly all is measured with, as it is or inflated."""
 ASKED = re.compile(r"<!-- results: (?P<file>\S+)\n(?P<spec>.*?)\n-->\n(?P<table>.*?)<!-- /results -->", re.DOTALL)
 SCRIPT = re.compile(r"\bpython (?P<path>\S+\.py)\b")
 OPTIONS = re.compile(r"<!-- options -->\n.*?<!-- /options -->", re.DOTALL)
@@ -79,23 +73,8 @@ class _Cells(string.Formatter):
         return UNITS[format_spec](value) if format_spec in UNITS else super().format_field(value, format_spec)
 
 
-@cache
-def commits_since_the_weights(checkout: Path = REPOSITORY) -> tuple[str, ...] | None:
-    """The commit that last changed the demo model's weights, and those that contain it; None where the checkout is no
-    clone, or a shallow one.
-    """
-
-    def git(*words: str) -> list[str]:
-        return subprocess.run(["git", "-C", checkout, *words], capture_output=True, text=True).stdout.split()
-
-    if not (checkout / ".git").exists() or git("rev-parse", "--is-shallow-repository") != ["false"]:
-        return None
-    last = git("log", "-1", "--format=%H", "--", WEIGHTS)
-    return (*last, *git("rev-list", "--ancestry-path", f"{last[0]}..HEAD")) if last else None
-
-
 def read_results(file: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """A benchmark's report. Raises TableError if it is missing, from no commit, stale, or its script is gone."""
+    """A benchmark's report. Raises TableError if it is missing, from no commit, or its script is gone."""
     path = folder / file
     if not path.is_file():
         raise TableError(f"bench/results/{file}: there is no such file; run its benchmark and keep what it writes")
@@ -104,12 +83,6 @@ def read_results(file: str, folder: Path = RESULTS) -> dict[str, Any]:
     if not commit or commit.endswith("+changes"):
         raise TableError(
             f"bench/results/{file}: measured at commit {commit}; accepted: a commit without changes. Run it again"
-        )
-    recent = commits_since_the_weights()
-    if recent is not None and not any(one.startswith(commit) for one in recent):
-        raise TableError(
-            f"bench/results/{file}: stale: measured at commit {commit}; accepted: {recent[0][:7]}, which last changed "
-            "the demo model's weights, or one that contains it. Run it again, or delete the file and its tables"
         )
     script = SCRIPT.search(report.get("command") or "")
     if script is None or not (REPOSITORY / script["path"]).is_file():
@@ -195,10 +168,8 @@ def with_options(text: str) -> str:
     """The page with the table of options that it asks for made anew."""
     lines = ["| option | default | |", "| --- | --- | --- |"]
     for field in fields(LoadOptions):
-        if "option" not in field.metadata:  # taken only to be refused with a sentence
-            continue
-        told = field.metadata["option"].help.replace("|", "\\|")
-        lines.append(f"| `{field.name}` | `{field.default}` | {told} |")
+        meaning = field.metadata["option"].help.replace("|", "\\|")
+        lines.append(f"| `{field.name}` | `{field.default}` | {meaning} |")
     table = "\n".join(lines)
     return OPTIONS.sub(lambda _: f"<!-- options -->\n\n{table}\n\n<!-- /options -->", text)
 

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +16,62 @@ from expertly.formats import ROUNDED_TO, rounding_format
 from expertly.scheduler.systems import AUTO_SYSTEM
 
 AUTO = "auto"
-VERIFY = ("sampled", "always", "never")
-CPU_MISSES = ("auto", "never", "always")
-
-
+ACCEPTED = {"verify": ("sampled", "always", "never"), "cpu_misses": ("auto", "never", "always")}
 ADVANCED, RESEARCH = "Advanced", "Research"
 """Panels of options that --help leaves to --help-all."""
+MODEL_HELP = "a folder, a GGUF file, a packed store or a hub id (default: the demo model)"
+REQUIRED = MISSING
+"""The default of an option that the command line must give."""
+
+
+# Types of command-line values: functions of the text whose ValueError says what is accepted.
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        with suppress(ValueError):
+            if (value := int(text)) >= least:
+                return value
+        raise ValueError(f"a whole number from {least}")
+
+    return parse
+
+
+def path_name(text: str) -> Path:
+    if not text:  # as of a shell's variable that is not set: it would mean this folder
+        raise ValueError("the name of a file or a folder")
+    return Path(text)
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(" or ".join(names))
+        return text
+
+    return parse
+
+
+def number(accepted: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
+    """A type for numbers that `accepts` is true of; `accepted` is that condition in words."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if accepts(value := float(text)):
+                return value
+        raise ValueError(accepted)
+
+    return parse
+
+
+temperature = number("0 (greedy), or from 0.0001", lambda value: value == 0 or 1e-4 <= value < float("inf"))
+probability = number("above 0 and at most 1", lambda value: 0 < value <= 1)
+
+
+def seed(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) < 1 << 63):
+        raise ValueError("a whole number from 0 to 2^63 - 1")
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -28,39 +79,13 @@ class OptionInfo:
     """A field as an option, or an argument, of a command."""
 
     help: str
-    metavar: str | None
-    type: Any  # bool, int, float, str, Path, or a function of the text whose ValueError says what is accepted
-    least: int | None
+    metavar: str
+    parse: Callable[[str], Any]  # whose ValueError says what is accepted
+    is_flag: bool
+    least: int | None  # of a whole number
     panel: str | None
-    choices: Sequence[str] | None  # all that is accepted
     is_argument: bool
     is_several: bool
-
-    @property
-    def is_parsed(self) -> bool:
-        return self.type not in (bool, str, Path) or self.choices is not None
-
-    def parse(self, text: str) -> Any:
-        """Raises ValueError with what is accepted."""
-        if self.choices is not None:
-            if text not in self.choices:
-                raise ValueError(" or ".join(self.choices))
-            return text
-        if self.type is not int:
-            return self.type(text)
-        least = self.least or 0
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise ValueError(f"a whole number from {least}")
-        return value
-
-
-MODEL_HELP = "a folder, a GGUF file, a packed store or a hub id (default: the demo model)"
-REQUIRED = MISSING
-"""The default of an option that the command line must give."""
 
 
 def option(
@@ -71,21 +96,20 @@ def option(
     type: Any = None,
     least: int | None = None,
     panel: str | None = None,
-    choices: Sequence[str] | None = None,
     is_argument: bool = False,
     is_several: bool = False,
 ) -> Any:
     """A field of a dataclass of options: an option of the command line, --name-of-the-field.
 
     `type`: the default's, else str; or a function of the text whose ValueError says what is accepted. `least`: it is a
-    whole number from there. `panel`: the group under which --help-all shows it. `choices`: all accepted values.
+    whole number from there. `panel`: the group under which --help-all shows it.
     """
     usual = int if least is not None else str if default is None or default is REQUIRED else default.__class__
     kind = type or usual
-    told = OptionInfo(
-        help, metavar or ("N" if kind is int else None), kind, least, panel, choices, is_argument, is_several
-    )
-    return field(default=default, metadata={"option": told})
+    parse = {int: whole_number(least or 0), Path: path_name}.get(kind, kind)
+    metavar = metavar or ("N" if kind is int else "TEXT")
+    info = OptionInfo(help, metavar, parse, kind is bool, least, panel, is_argument, is_several)
+    return field(default=default, metadata={"option": info})
 
 
 def argument(default: Any, help: str, *, metavar: str, type: Any = None, is_several: bool = False) -> Any:
@@ -207,7 +231,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        for name, accepted in (("verify", VERIFY), ("cpu_misses", CPU_MISSES)):
+        for name, accepted in ACCEPTED.items():
             if (value := getattr(self, name)) not in accepted:
                 raise ConfigError(f"{name}={value!r}: unknown; accepted: {', '.join(accepted)}")
         if self.quantize is not None:
@@ -215,34 +239,31 @@ class LoadOptions:
         check_one_memory(self.memory, self.total_memory)
         if self.workers is None and self.worker_memory != AUTO:
             raise ConfigError(f"worker_memory={str(self.worker_memory)!r}: only with the option `workers`")
-        for one in LOAD_OPTIONS.values():
-            value, told = getattr(self, one.name), one.metadata["option"]
-            if told.least is None or value is None or callable(value):
+        for name, one in LOAD_OPTIONS.items():
+            value, least = getattr(self, name), one.metadata["option"].least
+            if least is None or value is None or callable(value):
                 continue
-            if type(value) is not int or value < told.least:
-                raise ConfigError(f"{one.name}={value!r}: must be a whole number from {told.least}")
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{name}={value!r}: must be a whole number from {least}")
 
 
 def dtype_name(dtype: Any) -> str | None:
-    """ "float32" for torch.float32, numpy.float32 or the text. Whether the name is a dtype is
-    checked where it is used.
-    """
-    if dtype is None or isinstance(dtype, str):
-        return None if dtype is None else dtype.removeprefix("torch.")
-    name = getattr(dtype, "__name__", None) or str(dtype)
+    """ "float32" for torch.float32, numpy.float32 or the text; whether it is a dtype is checked where it is used."""
+    if dtype is None:
+        return None
+    name: str = getattr(dtype, "__name__", None) or str(dtype)
     return name.removeprefix("torch.")
 
 
-LOAD_OPTIONS: dict[str, Field[Any]] = {one.name: one for one in fields(LoadOptions) if "option" in one.metadata}
+LOAD_OPTIONS: dict[str, Field[Any]] = {one.name: one for one in fields(LoadOptions)}
 
 
 def load_option(name: str, **changed: Any) -> Any:
     """The option of `load` with this name, as a field of another command's options. `changed`: its default here, or
     what else of its OptionInfo is different.
     """
-    one = LOAD_OPTIONS[name]
-    default = changed.pop("default", one.default)
-    return field(default=default, metadata={"option": replace(one.metadata["option"], **changed)})
+    default = changed.pop("default", LOAD_OPTIONS[name].default)
+    return field(default=default, metadata={"option": replace(LOAD_OPTIONS[name].metadata["option"], **changed)})
 
 
 def check_one_memory(memory: object, total_memory: object) -> None:
@@ -263,34 +284,6 @@ def load_arguments(options: LoadOptions) -> dict[str, Any]:
 def described() -> str:
     """The options for a docstring."""
     return "\n".join(f"    {name}: {one.metadata['option'].help}." for name, one in LOAD_OPTIONS.items())
-
-
-# -- types of command-line values: functions of the text whose ValueError says what is accepted -----------------------
-
-
-def number(accepted: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
-    """A type for numbers that `accepts` is true of; `accepted` is that condition in words."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not accepts(value):
-            raise ValueError(accepted)
-        return value
-
-    return parse
-
-
-temperature = number("0 (greedy), or from 0.0001", lambda value: value == 0 or 1e-4 <= value < float("inf"))
-probability = number("above 0 and at most 1", lambda value: 0 < value <= 1)
-
-
-def seed(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) < 1 << 63):
-        raise ValueError("a whole number from 0 to 2^63 - 1")
-    return int(text)
 
 
 def names(field: str, text: str) -> list[str]:

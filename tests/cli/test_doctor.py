@@ -22,7 +22,6 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     say(monkeypatch, QUIET)
-    monkeypatch.setattr(machine, "WAIT_S", 0.0)
     monkeypatch.setattr(machine, "examine", partial(machine.examine, effort=1 / 32))
     monkeypatch.setattr(machine, "available_host_nbytes", lambda: 3 << 30)
     monkeypatch.setattr(measure, "_LEAST_NBYTES", MIB)

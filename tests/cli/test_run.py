@@ -84,55 +84,35 @@ def run(model: Path, *arguments: str) -> int:
     return main(["run", str(model), *arguments, *greedy])
 
 
-def test_one_answer_is_the_models_own_to_the_templated_message(chatting: Path, capsys: Captured):
+def test_one_answer_is_the_models_own(model: Path, chatting: Path, capsys: Captured):
+    """To the templated message; with --raw, and for a model without a template, to the text."""
     assert run(chatting, "Hello") == 0
-    out = capsys.readouterr().out
-    text, _, measures = out.partition("\n\n")
+    text, _, measures = capsys.readouterr().out.partition("\n\n")
     assert text == written(expected(chatting, [("user", "Hello")]))
     for word in (f"{NUM_TOKENS} tokens", "tokens/s", "of experts hit", "50.0% of", "system expertly"):
         assert word in measures
-
-
-def test_raw_and_a_model_without_a_template_continue_the_text(model: Path, chatting: Path, capsys: Captured):
-    assert run(chatting, "Hello", "--raw") == 0
-    raw = capsys.readouterr()
-    assert run(model, "Hello") == 0
-    without = capsys.readouterr()
-    for folder, captured in ((chatting, raw), (model, without)):
+    for folder, arguments in ((chatting, ["--raw"]), (model, [])):
+        assert run(folder, "Hello", *arguments) == 0
+        captured = capsys.readouterr()
         assert captured.out.startswith(written(continued(folder, "Hello")))
-    assert "no chat template" in without.err and "no chat template" not in raw.err
+        assert ("no chat template" in captured.err) == (folder == model)
 
 
-def test_a_line_that_is_no_utf_8_is_told_and_the_chat_goes_on(
-    chatting: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-):
-    type_lines(monkeypatch, "\udcff", "Hi")
-    assert run(chatting) == 0
-    captured = capsys.readouterr()
-    assert "a message must be UTF-8" in captured.err
-    assert written(expected(chatting, [("user", "Hi")])) in captured.out
-
-
-def test_a_chat_of_three_turns(chatting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
-    """Each answer is what the unmodified model says to all that was said before; /clear and /system begin anew."""
-    saved = tmp_path / "chat.json"
+def test_a_chat_of_three_turns(chatting: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
+    """Each answer is what the unmodified model says to all that was said before; /clear and /system begin anew. A line
+    that is no UTF-8 is told, and the chat goes on.
+    """
     first = expected(chatting, [("user", "Hi")])
-    talk: list[tuple[str, Said]] = [("user", "Hi"), ("assistant", first), ("user", "And?")]
-    second = expected(chatting, talk)
+    second = expected(chatting, [("user", "Hi"), ("assistant", first), ("user", "And?")])
     instructed = expected(chatting, [("system", "Be brief"), ("user", "Hi")])
-    lines = ("Hi", "And?", f"/save {saved}", "/stats", "/what", "/clear", "Hi", "/system Be brief", "Hi", "/quit", "no")
+    lines = ("\udcff", "Hi", "And?", "/stats", "/what", "/clear", "Hi", "/system Be brief", "Hi", "/quit", "no")
     type_lines(monkeypatch, *lines)
     assert run(chatting) == 0
     captured = capsys.readouterr()
     answers = [part.partition("\n[")[0] for part in captured.out.split(PROMPT)[1:]]
-    told_of = [written(one) for one in (first, second, first, instructed)]
-    assert [answers[turn] for turn in (0, 1, 6, 8)] == told_of
-    roles = ("user", "assistant", "user", "assistant")
-    told = ("Hi", written(first), "And?", written(second))
-    assert json.loads(saved.read_text()) == [
-        {"role": role, "content": text} for role, text in zip(roles, told, strict=True)
-    ]
-    assert "decode" in answers[3] and "/save FILE" in answers[4] and "50.0% of" in captured.err
+    assert [answers[turn] for turn in (1, 2, 6, 8)] == [written(one) for one in (first, second, first, instructed)]
+    assert "decode" in answers[3] and "/clear" in answers[4] and len(answers) == 10
+    assert "a message must be UTF-8" in captured.err and "50.0% of" in captured.err
 
 
 def test_the_demo_model_answers_three_times_where_nothing_is_asked_for(
@@ -199,19 +179,20 @@ def test_what_does_not_fit_the_model_is_refused_and_forgotten(loaded: tuple[Any,
     assert conversation.messages == []
 
 
-def test_a_chat_is_for_people(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
-    type_lines(monkeypatch)
-    assert main(["run", str(model), "--memory", "50%", "--json"]) == 2
-    assert "json: a chat is for people" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [("Hi",), ()])
-def test_an_answer_longer_than_the_model_can_hold_is_refused(
-    arguments: tuple[str, ...], chatting: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--json"], "json: a chat is for people"),
+        (["--max-new-tokens", str(10**20)], f"max_new_tokens={10**20}: accepted: at most the model's 512 positions"),
+        (["Hi", "--max-new-tokens", str(10**20)], "accepted: at most the model's 512 positions"),
+    ],
+)
+def test_what_no_chat_or_answer_can_be_is_refused(
+    arguments: list[str], said: str, chatting: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ):
     type_lines(monkeypatch)
-    assert main(["run", str(chatting), *arguments, "--max-new-tokens", str(10**20)]) == 2
-    assert f"max_new_tokens={10**20}: accepted: at most the model's 512 positions" in capsys.readouterr().err
+    assert main(["run", str(chatting), "--memory", "50%", *arguments]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_speculation_changes_no_token(chatting: Path, capsys: Captured):

@@ -10,14 +10,13 @@ import pytest
 from expertly.hardware import neighbours
 from expertly.hardware.neighbours import Reading
 
-QUIET = Reading(time_s=0.0, load=0.2, own_s=0.0, busy_s=0.0, stolen_s=0.0, pressure_s=0.0)
+QUIET = Reading(time_s=0.0, load=0.2, own_s=0.0, busy_s=0.0, stolen_s=0.0)
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *readings: Reading) -> None:
-    """From now on each moment is the next of these, the last of them again and again. Nobody sleeps."""
+    """From now on each moment is the next of these, the last of them again and again."""
     left = iterate(*readings)
     monkeypatch.setattr(neighbours, "read_system", lambda: next(left))
-    monkeypatch.setattr(neighbours, "QUIET_S", 0.0)
 
 
 def iterate(*readings: Reading) -> Iterator[Reading]:

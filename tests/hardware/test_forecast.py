@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -64,22 +65,31 @@ def test_a_config_alone_says_as_much(needs: ModelNeeds, tmp_path: Path) -> None:
         alone = needs_of(str(model))
         assert (alone.layers, alone.dense, alone.stored) == (needs.layers, needs.dense, None)
         assert alone.dense_nbytes == needs.dense_nbytes
-    with pytest.raises(CheckpointError, match="no such folder"):
-        needs_of(str(tmp_path / "nowhere"))
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
-    with pytest.raises(CheckpointError, match="num_hidden_layers=1000000000: accepted without weights: at most 1024"):
-        needs_of(str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(UnsupportedModelError, match="not a Mixture-of-Experts model"):
-        needs_of(str(tmp_path))
 
 
-def test_a_quantisation_that_packing_cannot_undo_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(demo_folder(), tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "hqq"}}))
-    with pytest.raises(UnsupportedModelError, match="'hqq': packing cannot undo it"):
+@pytest.mark.parametrize(
+    ("config", "kept", "failure", "said"),
+    [
+        (
+            {"num_hidden_layers": 10**9},
+            "config.json",
+            CheckpointError,
+            "=1000000000: accepted without weights: at most",
+        ),
+        ({"model_type": "llama"}, "config.json", UnsupportedModelError, "not a Mixture-of-Experts model"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "*", UnsupportedModelError, "'hqq': packing cannot undo it"),
+        ({}, "nothing", CheckpointError, "no such folder"),
+    ],
+)
+def test_what_is_no_model_for_us_is_refused(
+    config: dict[str, Any], kept: str, failure: type[Exception], said: str, tmp_path: Path
+) -> None:
+    for file in demo_folder().glob(kept):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        shutil.copy(file, tmp_path / "model")
+    if (path := tmp_path / "model" / "config.json").exists():
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    with pytest.raises(failure, match=said):
         needs_of(str(tmp_path / "model"))
 
 

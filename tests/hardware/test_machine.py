@@ -32,7 +32,6 @@ def small(monkeypatch: pytest.MonkeyPatch):
     """Little memory, and nobody else."""
     monkeypatch.setattr(machine, "available_host_nbytes", lambda: 1 << 30)
     say(monkeypatch, QUIET)
-    monkeypatch.setattr(machine, "WAIT_S", 0.0)
 
 
 def rate_of_disk(path: Path, size: int, depth: int, seconds: float) -> DiskRate:

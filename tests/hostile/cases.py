@@ -6,18 +6,19 @@ is to end within the limits, in the right text or in one line on stderr with exi
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.commands import keep_the_code_of_libraries
+from tests.commands import RunningCommand
 
 MAX_CPU_S = 5
 MAX_NBYTES = 1 << 30
@@ -52,62 +53,44 @@ class Ended:
 
 def run_command(imported: Any, folder: Path, *arguments: str) -> Ended:
     """`expertly ARGUMENTS` with `folder` as its working directory and cache; `imported`: the fixture of that name."""
-    printed = [folder / ".stdout", folder / ".stderr"]
-    for file in printed:
-        file.unlink(missing_ok=True)
+    printed = folder / ".printed"
+    printed.mkdir(exist_ok=True)
     result, child = imported.Pipe(duplex=False)
-    process = imported.Process(target=_run, args=(arguments, printed, dict(os.environ), folder, child))
-    process.start()
+    within = partial(limited, child, folder / ".cache")
+    running = RunningCommand(imported, printed, arguments, folder, stdin=Path(os.devnull), within=within)
     child.close()
-    process.join(MAX_S)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        raise AssertionError(f"{' '.join(arguments)}: still running after {MAX_S:.0f} s\n{_read(printed[1])}")
+    running.process.join(MAX_S)
+    status = running.process.exitcode
+    if status is None:
+        running.process.kill()
+        running.process.join()
+        raise AssertionError(f"{' '.join(arguments)}: still running after {MAX_S:.0f} s\n{running.err}")
     try:
         cpu_s, peak_nbytes = result.recv()
     except EOFError:  # a signal ended it
         cpu_s, peak_nbytes = float("nan"), 0
-    if process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
+    if status in (-signal.SIGXCPU, -signal.SIGKILL):
         raise AssertionError(f"{' '.join(arguments)}: took more than {MAX_CPU_S} processor seconds")
-    return Ended(process.exitcode, _read(printed[0]), _read(printed[1]), cpu_s, peak_nbytes)
+    return Ended(status, running.out, running.err, cpu_s, peak_nbytes)
 
 
-def _read(file: Path) -> str:
-    return file.read_text(errors="replace") if file.exists() else ""
-
-
-def _run(
-    arguments: tuple[str, ...], printed: list[Path], environment: dict[str, str], folder: Path, result: Any
-) -> None:
-    from expertly.cli.main import main
-
-    keep_the_code_of_libraries()
-    gc.freeze()  # a collection that looks through what this is forked from makes a copy of it
-    os.setsid()
-    os.environ.clear()
-    os.environ.update(environment | {"EXPERTLY_CACHE": str(folder / ".cache")})
-    os.chdir(folder)
-    for number, file in enumerate(printed, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), number)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdin = os.fdopen(0, closefd=False)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+@contextmanager
+def limited(result: Any, cache: Path) -> Iterator[None]:
+    """Limits what this process may take, and sends what it took in the end."""
+    os.environ["EXPERTLY_CACHE"] = str(cache)
     status = Path("/proc/self/status").read_text()
     data_nbytes = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (data_nbytes + MAX_NBYTES,) * 2)
     begun = resource.getrusage(resource.RUSAGE_SELF)
     spent = begun.ru_utime + begun.ru_stime  # a fork begins at 0, but for what starting it took
     resource.setrlimit(resource.RLIMIT_CPU, (int(spent) + MAX_CPU_S, int(spent) + MAX_CPU_S + 1))
-    code = 1
     try:
-        code = main(list(arguments))
+        yield
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         usage = resource.getrusage(resource.RUSAGE_SELF)
         result.send((usage.ru_utime + usage.ru_stime - spent, usage.ru_maxrss << 10))
-    sys.exit(code)
 
 
 def edited(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -44,11 +45,8 @@ def model() -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
 
 
-def test_folder_is_small() -> None:
+def test_has_the_shape_of_a_real_one_and_is_small() -> None:
     assert sum(file.stat().st_size for file in DEMO.iterdir()) <= 48_000_000
-
-
-def test_has_the_shape_of_a_real_one() -> None:
     config = transformers.AutoConfig.from_pretrained(DEMO)
     assert config.num_hidden_layers >= 12 and not config.mlp_only_layers
     assert config.num_experts >= 32
@@ -62,9 +60,6 @@ def test_tokenizer_gives_text_back(tokenizer: Any, language: str) -> None:
     ids = tokenizer(TEXTS[language])["input_ids"]
     assert tokenizer.decode(ids) == TEXTS[language]
     assert len(ids) < 0.75 * len(TEXTS[language].encode())
-
-
-def test_eos_is_one_token(tokenizer: Any) -> None:
     assert tokenizer("<|endoftext|>")["input_ids"] == [tokenizer.eos_token_id] == [tokenizer.pad_token_id]
 
 
@@ -78,26 +73,23 @@ def test_writes_recognisable_words(model: Any, tokenizer: Any, prompt: str) -> N
     assert sum(word in COMMON_WORDS for word in words) >= len(words) / 5
 
 
-def test_predicts_much_better_than_chance(model: Any, tokenizer: Any) -> None:
+def test_predicts_much_better_than_chance_and_domains_differ(model: Any, tokenizer: Any) -> None:
+    loads = []
     for text in TEXTS.values():
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         with torch.no_grad():
-            assert float(model(ids, labels=ids).loss) < 7.0  # a uniform guess has 9.01
-
-
-def test_no_expert_is_dead_and_domains_differ(model: Any, tokenizer: Any) -> None:
-    load = torch.stack([expert_load(model, tokenizer, text) for text in TEXTS.values()])  # [D, L, E]
+            output = model(ids, labels=ids, output_router_logits=True)
+        assert float(output.loss) < 7.0  # a uniform guess has 9.01
+        loads.append(expert_load(output.router_logits, model.config.num_experts_per_tok))
+    load = torch.stack(loads)  # [D, L, E]
     total = load.mean(0)
     assert int((total == 0).sum()) <= 0.02 * total.numel()  # these texts have only a few hundred tokens
     assert float(total.max()) < 0.25
-    distance = (load[:, None] - load[None]).abs().sum(-1).mean() / 2
-    assert float(distance) > 0.2
+    assert float((load[:, None] - load[None]).abs().sum(-1).mean() / 2) > 0.2
 
 
-def expert_load(model: Any, tokenizer: Any, text: str) -> Tensor:
+def expert_load(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
     """Share of each layer's assignments that each expert gets, [L, E]."""
-    with torch.no_grad():
-        output = model(tokenizer(text, return_tensors="pt")["input_ids"], output_router_logits=True)
-    logits = torch.stack([layer.float() for layer in output.router_logits])  # [L, T, E]
-    chosen = logits.topk(model.config.num_experts_per_tok, dim=-1).indices.flatten(1)
+    logits = torch.stack([layer.float() for layer in router_logits])  # [L, T, E]
+    chosen = logits.topk(top_k, dim=-1).indices.flatten(1)
     return torch.nn.functional.one_hot(chosen, logits.shape[-1]).float().mean(1)

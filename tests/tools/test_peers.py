@@ -12,14 +12,7 @@ import pytest
 
 HERE = Path(__file__).parents[2] / "bench" / "peers"
 DEMO = Path(__file__).parents[2] / "src" / "expertly" / "data" / "demo"
-OURS = {
-    "peer": "expertly",
-    "model": str(DEMO),
-    "system": "lru",
-    "memory": "25%",
-    "quantize": None,
-    "context": 512,
-}
+OURS = {"peer": "expertly", "model": str(DEMO), "system": "lru", "memory": "25%", "quantize": None, "context": 512}
 
 
 @pytest.fixture

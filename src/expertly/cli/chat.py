@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import json
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from itertools import takewhile
 from typing import Any
 
 import torch
 
 import expertly
+from expertly.cli.output import in_brackets
 from expertly.core.errors import ConfigError
-from expertly.core.files import write_atomic
 from expertly.core.units import format_nbytes, format_number, format_seconds, format_share
 from expertly.model.generation import NUM_DRAFTED, generate, generation_config, max_positions
 from expertly.model.hooks import CACHE
@@ -70,7 +69,7 @@ class Turn:
             parts.append(f"experts rounded to {self.rounded_to}")
         if self.was_stopped:
             parts.append("stopped")
-        return f"[{' | '.join(parts)}]"
+        return in_brackets(*parts)
 
 
 class Chat:
@@ -105,23 +104,14 @@ class Chat:
         self.messages.append({"role": "assistant", "content": answer.text})
         return answer
 
-    def instruct(self, text: str) -> None:
-        """Begin anew with this system message; none where it is empty."""
-        self.messages = [{"role": "system", "content": text}] if text else []
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin anew; a system message stays."""
-        self.messages = [one for one in self.messages if one["role"] == "system"]
+    def begin_anew(self, instruction: str | None = None) -> None:
+        """With this system message, or (None) the one that there is; with none where it is empty."""
+        if instruction is None:
+            self.messages = [message for message in self.messages if message["role"] == "system"]
+        else:
+            self.messages = [{"role": "system", "content": instruction}] if instruction else []
         self._forget()
         self._said = []
-
-    def save(self, path: Path) -> None:
-        """Write the messages as JSON. Raises ConfigError where that cannot be."""
-        try:
-            write_atomic(path, json.dumps(self.messages, ensure_ascii=False, indent=1).encode())
-        except OSError as error:
-            raise ConfigError(f"file={str(path)!r}: cannot be written ({error.strerror})") from None
 
     def _tokens(self) -> list[int]:
         """The whole conversation as tokens. Where the tokens of earlier answers still give the conversation's text they
@@ -194,11 +184,8 @@ class Chat:
 
     def _keep_prefix(self, tokens: list[int]) -> int:
         """Cut the KV cache to the tokens that it shares with `tokens[:-1]`; returns how many those are."""
-        num_same = 0
-        for old, new in zip(self._cached, tokens[:-1], strict=False):
-            if old != new:
-                break
-            num_same += 1
+        pairs = zip(self._cached, tokens[:-1], strict=False)
+        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if self._cache is not None and num_same < len(self._cached):
             try:
                 self._cache.crop(num_same - len(self._cached))  # below 0: so many go
@@ -226,9 +213,6 @@ class Chat:
 def _stopped_by_interrupt() -> Iterator[threading.Event]:
     """An event that the first Ctrl-C sets; the second raises KeyboardInterrupt."""
     asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
 
     def ask(number: int, frame: Any) -> None:
         asked.set()

@@ -25,9 +25,6 @@ MAIN: dict[str, Callable[..., int]] = {
     "bench": bench.run,
     "systems": systems.run,
 }
-LAB = "lab"
-"""The group of commands that expertly-lab brings."""
-
 GROUPS: Registry[Any] = Registry(
     "command", "expertly.commands", MAIN, lambda found: isinstance(found, typer.Typer), "a typer.Typer"
 )
@@ -61,7 +58,7 @@ def _groups(word: str | None) -> dict[str, typer.Typer]:
         return {}
     if word is not None and not GROUPS.is_path(word) and word in GROUPS:
         return {word: GROUPS[word]}
-    if word == LAB:
+    if word == "lab":
         raise ConfigError("lab: simulation, comparison, traces and papers are apart; `pip install expertly-lab`")
     for problem in GROUPS.problems():
         message(f"expertly: note: {problem}")
@@ -81,23 +78,16 @@ def run_command(argv: Sequence[str]) -> int:
     except typer.Exit as done:
         return done.exit_code
     except typer.TyperException as error:
-        wrong = _of_usage(error)
-        if wrong is None:
-            return 2
-        raise wrong from None
+        if refusal := error.format_message():
+            raise _of_usage(refusal, getattr(error, "ctx", None)) from None
+        return 2  # of an empty command line: help has been shown
 
 
-def _of_usage(error: typer.TyperException) -> ConfigError | None:
-    """The error of a command line that cannot be parsed; None where it was empty and help has been shown."""
-    context = getattr(error, "ctx", None)
-    path = "expertly" if context is None else context.command_path
-    wrong = error.format_message()
-    if not wrong:
-        return None
-    parameters = [] if context is None else context.command.params
-    several = [one.opts[0] for one in parameters if getattr(one, "multiple", False)]
+def _of_usage(refusal: str, context: typer.Context | None) -> ConfigError:
+    path, parameters = ("expertly", []) if context is None else (context.command_path, context.command.params)
+    several = [parameter.opts[0] for parameter in parameters if getattr(parameter, "multiple", False)]
     more = f"; before each of several values: {', '.join(several)}" if several else ""
-    return ConfigError(f"{wrong.removesuffix('.')} (see {path} --help{more})")
+    return ConfigError(f"{refusal.removesuffix('.')} (see {path} --help{more})")
 
 
 @contextlib.contextmanager
@@ -106,11 +96,11 @@ def _importable_folder() -> Iterator[None]:
     installed, so that no file there replaces a library. `python -P` turns it off.
     """
     folder = os.getcwd()
-    if "" in sys.path or folder in sys.path or getattr(sys.flags, "safe_path", False):
-        yield
-        return
-    sys.path.append(folder)
+    is_added = not ({"", folder} & {*sys.path} or getattr(sys.flags, "safe_path", False))
+    if is_added:
+        sys.path.append(folder)
     try:
         yield
     finally:
-        sys.path.remove(folder)
+        if is_added:
+            sys.path.remove(folder)

@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from expertly.cli.output import message, progress_bar, reserved_stdout, show, table
-from expertly.core.errors import ConfigError, ExpertlyError
+from expertly.core.errors import ConfigError
 from expertly.core.units import (
     counted,
     format_nbytes,
@@ -51,43 +51,52 @@ class DoctorOptions:
 def run(args: DoctorOptions) -> int:
     from expertly.store.cache import cache_folder
 
-    start = time.monotonic()
     if args.total_memory is not None and args.model is None:
         raise ConfigError(f"total_memory={args.total_memory!r}: only with a MODEL")
     if args.dir is not None and not args.dir.is_dir():
         raise ConfigError(f"dir={str(args.dir)!r}: not a folder")
     folder, out = args.dir or cache_folder(), args.out or cache_folder() / PROFILE_NAME
     with reserved_stdout() as stdout:
-        from expertly.hardware.machine import Problem, disturbance, examine
-        from expertly.native.kernels import choose_kernels
+        if args.model is None:
+            return _examine(folder, out, args.json, stdout)
+        return _expect(args.model, args, folder, out, stdout)
 
-        if args.model is not None:
-            return _expect(args.model, args, folder, out, stdout)
-        profile, problems = examine(folder, say_what_is_measured())
-        is_kept = disturbance(problems) is None
-        try:
-            if is_kept:
-                profile.write(out)
-        except ExpertlyError as error:
-            problems.append(Problem("error", "profile", str(error)))
-        kernels, seconds = choose_kernels(), time.monotonic() - start
-        facts = {
-            **asdict(profile),
-            "problems": [asdict(problem) for problem in problems],
-            "kernels": {"name": kernels.name, "why": kernels.why},
-            "profile_path": str(out) if is_kept else None,
-            "seconds": seconds,
-        }
-        used = f"kernels {kernels.name}: {kernels.why}"
-        show(facts, args.json, lambda: _machine_report(profile, used, problems), stdout)
-        if not args.json and is_kept and out.exists():
-            message(f"profile written to {out} after {format_seconds(seconds)}")
+
+def _examine(folder: Path, out: Path, is_json: bool, stdout: TextIO) -> int:
+    from expertly.native.kernels import choose_kernels
+
+    start = time.monotonic()
+    kernels = choose_kernels()
+    profile, problems, is_kept = _measure(folder, out)
+    seconds = time.monotonic() - start
+    facts = {
+        **asdict(profile),
+        "problems": [asdict(problem) for problem in problems],
+        "kernels": {"name": kernels.name, "why": kernels.why},
+        "profile_path": str(out) if is_kept else None,
+        "seconds": seconds,
+    }
+    used = f"kernels {kernels.name}: {kernels.why}"
+    show(facts, is_json, lambda: _machine_report(profile, used, problems), stdout)
+    if is_kept and not is_json:
+        message(f"profile written to {out} after {format_seconds(seconds)}")
     return 2 if any(problem.level == "error" for problem in problems) else 0
 
 
-def say_what_is_measured() -> Any:
-    """A function that names each measurement as it begins; None where stderr is no terminal."""
-    return (lambda what: message(f"measuring {what} ...")) if sys.stderr.isatty() else None
+def _measure(folder: Path, out: Path) -> tuple[MachineProfile, list[Problem], bool]:
+    """This machine, with the disk in `folder`, and whether its profile was written to `out`; a problem says why not."""
+    from expertly.hardware.machine import BUSY, Problem, examine
+
+    progress = (lambda part: message(f"measuring {part} ...")) if sys.stderr.isatty() else None
+    profile, problems = examine(folder, progress)
+    if any(problem.subject == BUSY for problem in problems):
+        return profile, problems, False
+    try:
+        profile.write(out)
+    except ConfigError as error:
+        problems.append(Problem("error", "profile", str(error)))
+        return profile, problems, False
+    return profile, problems, True
 
 
 def _machine_report(profile: MachineProfile, kernels: str, problems: Sequence[Problem]) -> str:
@@ -102,24 +111,27 @@ def _machine_report(profile: MachineProfile, kernels: str, problems: Sequence[Pr
     rates.append(("memory: matrix x vector, bfloat16", format_rate(profile.weights_nbytes_per_s)))
     for device in profile.devices:
         name = f"{device.device}: {device.name}, {format_nbytes(device.memory_nbytes)}: copies to it"
-        rates += [(name, format_rate(device.link_nbytes_per_s))]
-        rates += [("one of 64 KiB", format_seconds(device.link_latency_ns / 1e9))]
-        rates += [("matrix x vector, bfloat16", format_rate(device.weights_nbytes_per_s))]
+        latency = format_seconds(device.link_latency_ns / 1e9)
+        rates += [(name, format_rate(device.link_nbytes_per_s)), ("one of 64 KiB", latency)]
+        rates.append(("matrix x vector, bfloat16", format_rate(device.weights_nbytes_per_s)))
     parts = [f"{profile.cpu}, {profile.num_cpus} CPUs, {free}\n{versions}", table(("what", "measured"), rates), kernels]
-    parts += ["\n".join(f"{problem.level}: {problem.subject}: {problem.text}" for problem in problems)]
+    parts += ["\n".join(map(str, problems))]
     return "\n\n".join(filter(None, parts))
 
 
 def _expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: TextIO) -> int:
     """Forecast a model on the machine of the profile `out`. Exit code 2 where it cannot run here."""
     from expertly.hardware.forecast import forecast, measured_speed
-    from expertly.hardware.machine import available_host_nbytes, kept_profile
+    from expertly.hardware.machine import available_host_nbytes
     from expertly.model.needs import needs_of
 
     needs = needs_of(model)
-    profile, disturbed = kept_profile(out, folder, say_what_is_measured())
-    if disturbed is not None:
-        message(f"expertly: {disturbed}")
+    if out.exists():
+        profile = MachineProfile.read(out)
+    else:
+        profile, problems, _ = _measure(folder, out)
+        for problem in problems:
+            message(f"expertly: {problem}")
     with progress_bar() as progress:
         speed = measured_speed(profile, needs, progress)
     expected = forecast(needs, profile, speed, available_host_nbytes(), args.total_memory)

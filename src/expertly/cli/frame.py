@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import typer
@@ -35,50 +34,41 @@ def add_command(app: typer.Typer, name: str, function: Callable[..., int]) -> No
     """Add `function` as a command. It takes the dataclass that its one parameter is annotated with, and returns the
     exit code. The command's help is the function's docstring, else that of its module behind "`expertly NAME`: ".
     """
-    (options,) = (kind for what, kind in get_type_hints(function).items() if what != "return")
-    told = {one.name: one for one in fields(options) if "option" in one.metadata}
+    (options,) = (kind for parameter, kind in get_type_hints(function).items() if parameter != "return")
+    parameters = [_parameter(field) for field in fields(options) if "option" in field.metadata]
 
-    def run(**values: Any) -> int:
-        return function(options(**{name: values[name] for name in told}))
+    def run(help_all: bool = False, **values: Any) -> int:
+        return function(options(**values))
 
-    parameters = [*(_parameter(one) for one in told.values()), _help_all()]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature([*parameters, _help_all()])  # type: ignore[attr-defined]
     text = function.__doc__ or str(sys.modules[function.__module__].__doc__).partition("`: ")[2]
     text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(text[:1].upper() + text[1:]))
     app.command(name, help=escape(text))(run)
 
 
-def _parameter(one: Field[Any]) -> inspect.Parameter:
-    told: OptionInfo = one.metadata["option"]
-    default = ... if one.default is REQUIRED else one.default
-    how: dict[str, Any] = {"metavar": "" if told.type is bool else told.metavar, "help": escape(told.help)}
-    if told.is_parsed or told.type is Path:
-        how["parser"] = _parser(told)
-    kind: Any = told.type if isinstance(told.type, type) else str
-    if told.is_several:
-        kind = list[kind]
-    if told.is_argument:
-        return _keyword(one.name, typer.Argument(default, **how), kind)
-    how |= {"hidden": told.panel is not None, "rich_help_panel": told.panel}
-    return _keyword(one.name, typer.Option(default, flag_of(one.name), **how), kind)
+def _parameter(field: Field[Any]) -> inspect.Parameter:
+    info: OptionInfo = field.metadata["option"]
+    default = ... if field.default is REQUIRED else field.default
+    shown: dict[str, Any] = {"metavar": "" if info.is_flag else info.metavar, "help": escape(info.help)}
+    if not info.is_flag:
+        shown["parser"] = _parser(info)
+    kind: Any = bool if info.is_flag else list[str] if info.is_several else str
+    if info.is_argument:
+        return _keyword(field.name, typer.Argument(default, **shown), kind)
+    shown |= {"hidden": info.panel is not None, "rich_help_panel": info.panel}
+    return _keyword(field.name, typer.Option(default, flag_of(field.name), **shown), kind)
 
 
 def _keyword(name: str, info: Any, kind: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind | None)
 
 
-def _parser(told: OptionInfo) -> Callable[[Any], Any]:
-    """A parser for an option's text, which says what the option accepts where it refuses. A default that is no text
-    passes through it as it is.
-    """
+def _parser(info: OptionInfo) -> Callable[[Any], Any]:
+    """Says what the option accepts where it refuses. A default that is no text passes through it as it is."""
 
     def parse(text: Any) -> Any:
-        if not isinstance(text, str):
-            return text
         try:
-            if told.type is Path and not text:  # as of a shell's variable that is not set: it would mean this folder
-                raise ValueError("the name of a file or a folder")
-            return told.parse(text)
+            return info.parse(text) if isinstance(text, str) else text
         except ValueError as error:
             raise typer.BadParameter(f"{text!r}: must be {error}") from None
 
@@ -86,18 +76,12 @@ def _parser(told: OptionInfo) -> Callable[[Any], Any]:
 
 
 def _help_all() -> inspect.Parameter:
-    def show(context: typer.Context, asked: bool) -> None:
-        if asked:
+    def show(context: typer.Context, is_asked: bool) -> None:
+        if is_asked:
             for parameter in context.command.params:
                 parameter.hidden = False  # type: ignore[attr-defined]
             typer.echo(context.get_help())
             raise typer.Exit
 
-    how: dict[str, Any] = {
-        "is_eager": True,
-        "expose_value": False,
-        "callback": show,
-        "help": "Show every option.",
-        "metavar": "",
-    }
-    return _keyword("help_all", typer.Option(False, "--help-all", **how), bool)
+    about: dict[str, Any] = {"is_eager": True, "expose_value": False, "callback": show, "metavar": ""}
+    return _keyword("help_all", typer.Option(False, "--help-all", help="Show every option.", **about), bool)

@@ -9,12 +9,12 @@ from expertly.cli.output import message, progress_bar
 from expertly.options import LoadOptions, load_arguments
 
 
-def load_model(model: str | None, options: LoadOptions, **others: Any) -> tuple[Any, Any]:
-    """A model and its tokenizer (None where it has none); `others` replace options."""
+def load_model(model: str | None, options: LoadOptions, **changed: Any) -> tuple[Any, Any]:
+    """A model and its tokenizer (None where it has none); `changed` replaces options."""
     from expertly import api
 
     with progress_bar() as progress:
-        loaded, tokenizer = api.load(model, progress=progress, **{**load_arguments(options), **others})
+        loaded, tokenizer = api.load(model, progress=progress, **{**load_arguments(options), **changed})
     say_system(loaded)
     if options.quantize is not None:
         message(f"expertly: experts are {api.handle(loaded).store.manifest.rounding}")

@@ -79,15 +79,13 @@ def _answer(argv: Sequence[str], begin: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         print("expertly: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError as error:
-        return _leave_stdout() if error.filename == _STDOUT else _report(_of_system(error), is_json)
-    except ExpertlyError as error:
-        return _report(error, is_json)
     except (Exception, MemoryError) as error:  # libraries refuse in exceptions of any class
-        wrong = _of_environment(error)
-        if wrong is None:
+        if isinstance(error, BrokenPipeError) and error.filename == _STDOUT:
+            return _leave_stdout()
+        refusal = error if isinstance(error, ExpertlyError) else _of_environment(error)
+        if refusal is None:
             raise
-        return _report(wrong, is_json)
+        return _report(refusal, is_json)
 
 
 def _check_process() -> None:
@@ -134,12 +132,7 @@ def _of_system(error: OSError) -> ConfigError:
 def _report(error: ExpertlyError, is_json: bool) -> int:
     message = " ".join(_cut(word, MAX_WORD) for word in str(error).split())
     message = "".join(char if char.isprintable() else "?" for char in _cut(message, MAX_LINE))
-    line = f"expertly: error: {message}"
-    with contextlib.suppress(ImportError, MemoryError):  # the error may be that it cannot be imported
-        from expertly.cli.output import fitted
-
-        line = fitted(line, sys.stderr)
-    print(line, file=sys.stderr)
+    print(f"expertly: error: {message}", file=sys.stderr)
     if is_json:
         try:
             print(json.dumps({"error": {"type": type(error).__name__, "message": message}}, ensure_ascii=False))
@@ -165,50 +158,43 @@ def _leave_stdout(status: int = READER_GONE) -> int:
 _STDOUT = "stdout"
 
 
-class _Stdout(io.FileIO):
-    """Its first error names it; from then on what is written goes nowhere."""
+class _Stream(io.FileIO):
+    """A standard stream for output. An error is raised where there is a `label` to name it by, once; what is written
+    from then on, and what stderr cannot take, goes nowhere.
+    """
 
-    is_lost = False
+    def __init__(self, descriptor: int, label: str | None = None) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._label = label
 
     def write(self, data: Any) -> int:
-        if self.is_lost:
-            return memoryview(data).nbytes
         try:
             return super().write(data)
         except OSError as error:
-            self.is_lost = True
-            error.filename = _STDOUT
-            raise
+            if self._label is not None:
+                error.filename, self._label = self._label, None
+                raise
+            return memoryview(data).nbytes
 
-
-class _Stderr(io.FileIO):
-    """What cannot be written goes nowhere."""
-
-    def write(self, data: Any) -> int:
-        with contextlib.suppress(OSError):
-            return super().write(data)
-        return memoryview(data).nbytes
+    def as_text(self, replaced: Any, errors: str, *, is_by_line: bool) -> io.TextIOWrapper:
+        """In the encoding of the stream that it replaces."""
+        encoding, is_direct = "utf-8", False
+        if isinstance(replaced, io.TextIOWrapper):
+            encoding, is_direct = replaced.encoding, replaced.write_through
+        return io.TextIOWrapper(
+            io.BufferedWriter(self), encoding, errors, line_buffering=is_by_line, write_through=is_direct
+        )
 
 
 def _take_streams() -> None:
-    stdin, stdout, stderr = (_descriptor(number) for number in range(3))
+    stdin, *outputs = (_descriptor(number) for number in range(3))
     if sys.stdin is None:
         sys.stdin = os.fdopen(stdin, closefd=False)
-    encoding, is_direct = "utf-8", False
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        encoding, is_direct = sys.stdout.encoding, sys.stdout.write_through
-    buffer = io.BufferedWriter(_Stdout(stdout, "w", closefd=False))
-    sys.stdout = sys.__stdout__ = io.TextIOWrapper(  # type: ignore[misc]
-        buffer,
-        encoding,
-        errors="replace",  # a terminal that lacks a character is no reason to stop
-        line_buffering=buffer.isatty(),
-        write_through=is_direct,
-    )
-    encoding = sys.stderr.encoding if isinstance(sys.stderr, io.TextIOWrapper) else "utf-8"
-    sys.stderr = sys.__stderr__ = io.TextIOWrapper(  # type: ignore[misc]
-        io.BufferedWriter(_Stderr(stderr, "w", closefd=False)), encoding, errors="backslashreplace", line_buffering=True
-    )
+    stdout, stderr = _Stream(outputs[0], _STDOUT), _Stream(outputs[1])
+    # A terminal that lacks a character is no reason to stop.
+    sys.stdout = stdout.as_text(sys.stdout, "replace", is_by_line=stdout.isatty())
+    sys.stderr = stderr.as_text(sys.stderr, "backslashreplace", is_by_line=True)
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
 
 
 def _descriptor(number: int) -> int:

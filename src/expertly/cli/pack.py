@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from expertly.cli.output import Column, figures_table, message, print_json, progress_bar, reserved_stdout, show
 from expertly.core.errors import ConfigError
@@ -16,10 +16,6 @@ from expertly.options import argument, json_flag, load_option, option, path_opti
 from expertly.store import cache
 from expertly.store.manifest import check_store_dtype
 from expertly.store.packed import PackedStore
-
-if TYPE_CHECKING:
-    from expertly.store.cache import CacheEntry
-
 
 LISTED: dict[str, Column] = {
     "store": ("name", str),
@@ -46,17 +42,14 @@ class PackOptions:
 
 
 def run(args: PackOptions) -> int:
-    chosen, *others = [
-        *(name for name in ("list", "remove", "verify") if getattr(args, name) not in (None, False)),
-        None,
-    ]
-    if chosen is None:
+    asked = [name for name in ("list", "remove", "verify") if getattr(args, name) not in (None, False)]
+    if not asked:
         return _pack(args)
-    if others != [None]:
-        raise ConfigError(f"--{chosen} and --{others[0]}: accepted: one of the two")
+    if len(asked) > 1:
+        raise ConfigError(f"--{asked[0]} and --{asked[1]}: accepted: one of the two")
     for name in ("model", "out", "dtype", "quantize"):
-        if getattr(args, name) not in (None, False):
-            raise ConfigError(f"{name}={str(getattr(args, name))!r}: not accepted with --{chosen}")
+        if (value := getattr(args, name)) is not None:
+            raise ConfigError(f"{name}={str(value)!r}: not accepted with --{asked[0]}")
     if args.remove is not None:
         return _remove(args.remove, args.json)
     return _list(args.json) if args.verify is None else _verify(args.verify, args.json)
@@ -159,6 +152,6 @@ def _facts(store: PackedStore) -> dict[str, Any]:
     }
 
 
-def _entry_facts(entry: CacheEntry) -> dict[str, Any]:
+def _entry_facts(entry: cache.CacheEntry) -> dict[str, Any]:
     facts = {name: getattr(entry, name) for name in ("name", "source", "model_type", "dtype", "problem")}
     return {**facts, "folder": str(entry.folder), "bytes": entry.nbytes, "rounded": entry.is_rounded}

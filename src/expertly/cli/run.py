@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from expertly.cli.loading import load_model
-from expertly.cli.output import fitted, message, print_json, reserved_stdout
+from expertly.cli.output import in_brackets, message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_share
 from expertly.engine.process import give_back_code
@@ -23,6 +22,7 @@ from expertly.options import (
     LoadOptions,
     argument,
     json_flag,
+    one_of,
     option,
     probability,
     seed,
@@ -34,13 +34,10 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 1024
 
-SPECULATE = ("off", "prompt-lookup")
-
 COMMANDS = {
     "/system TEXT": "begin anew with a system message",
     "/stats": "experts hit and missed so far",
     "/clear": "begin anew; a system message stays",
-    "/save FILE": "write the conversation as JSON",
     "/quit": "end, as Ctrl-D does",
 }
 
@@ -55,20 +52,15 @@ class RunOptions(LoadOptions):
         None, f"of an answer (default: {DEFAULT_NEW_TOKENS}, at most a quarter of the positions)", least=1
     )
     temperature: float | None = option(None, "0 is greedy (default: the model's own)", metavar="X", type=temperature)
-    top_p: float | None = option(
-        None,
-        "nucleus sampling (default: the model's own)",
-        metavar="X",
-        type=probability,
-    )
+    top_p: float | None = option(None, "nucleus sampling (default: the model's own)", metavar="X", type=probability)
     seed: int | None = option(None, "makes answers repeatable", metavar="N", type=seed)
     speculate: str = option(
         "off",
         "prompt-lookup: draft what follows the last words where they stand earlier in the text, and verify several "
         "tokens in one pass, for answers that repeat their prompt; or off",
         metavar="NAME",
+        type=one_of("off", "prompt-lookup"),
         panel=ADVANCED,
-        choices=SPECULATE,
     )
     raw: bool = option(False, "continue the text, without chat template")
     stats: bool = option(False, "add tables of hits and misses by layer")
@@ -119,15 +111,12 @@ def run(args: RunOptions) -> int:
 
 def _read_prompt(args: RunOptions) -> str | None:
     """The prompt of the command line or of stdin; None: chat."""
-    prompt: str | None = args.prompt
+    prompt = args.prompt
     if prompt is None and sys.stdin.isatty():
         return None
-    try:
-        prompt = sys.stdin.read() if prompt in (None, "-") else prompt
-        assert prompt is not None
-        prompt.encode()  # bytes of the command line that are no UTF-8 came through as lone surrogates
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"prompt: must be UTF-8 ({error.reason})") from None
+    if prompt is None or prompt == "-":
+        prompt = sys.stdin.read()
+    prompt.encode()  # bytes that are no UTF-8 may have come as lone surrogates, which this refuses
     return prompt
 
 
@@ -138,11 +127,11 @@ def _answer_once(conversation: Chat, model: Any, prompt: str, args: RunOptions, 
     if args.json:
         print_json({key: value for key, value in measures.items() if key != "layers" or args.stats}, out)
         return 130 if answer.was_stopped else 0
-    _write(out, "\n\n" + fitted(f"{answer.line()}\n[{_budget(measures)}]", out) + "\n")
+    _write(out, f"\n\n{answer.line()}\n{_budget(measures)}\n")
     if args.stats:
         from expertly.cli.stats_report import report
 
-        _write(out, f"\n{fitted(report(measures), out)}\n")
+        _write(out, f"\n{report(measures)}\n")
     return 130 if answer.was_stopped else 0
 
 
@@ -151,15 +140,15 @@ def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - what `input` edits lines with
     message(
-        f"expertly: {_budget(_measures(model))}. /help says what else you can type; Ctrl-C stops an answer, Ctrl-D ends"
+        f"expertly: {_budget(_measures(model))} /help says what else you can type; Ctrl-C stops an answer, Ctrl-D ends"
     )
     while True:
         try:
             with contextlib.redirect_stdout(out):
                 text = input("> ").strip()
             text.encode()  # what is no UTF-8 may come as lone surrogates
-        except (UnicodeDecodeError, UnicodeEncodeError) as error:
-            message(f"expertly: a message must be UTF-8 ({error.reason})")
+        except UnicodeError as error:
+            message(f"expertly: a message must be UTF-8 ({error})")
             continue
         except EOFError:
             _write(out, "\n")
@@ -174,7 +163,7 @@ def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
                 _write(out, _command(conversation, model, text) + "\n")
             elif text:
                 answer = conversation.answer(text, lambda piece: _write(out, piece))
-                _write(out, f"\n{fitted(answer.line(), out)}\n")
+                _write(out, f"\n{answer.line()}\n")
         except ConfigError as error:
             message(f"expertly: {error}")
 
@@ -182,27 +171,16 @@ def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
 def _command(conversation: Chat, model: Any, text: str) -> str:
     """Run a line that begins with a slash; returns what to print."""
     name, _, rest = text.partition(" ")
-    rest = rest.strip()
-    if name == "/system":
-        conversation.instruct(rest)
-        return "[a new conversation]"
-    if name == "/clear":
-        conversation.clear()
+    if name in ("/system", "/clear"):
+        conversation.begin_anew(rest.strip() if name == "/system" else None)
         return "[a new conversation]"
     if name == "/stats":
         from expertly import api
         from expertly.cli.stats_report import phase_table
 
         return phase_table(api.stats(model).as_dict()["phases"])
-    if name == "/save" and rest:
-        path = Path(rest.strip("\"'")).expanduser()
-        conversation.save(path)
-        return f"[{len(conversation.messages)} messages in {path}]"
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
-    if name != "/help":
-        lines.insert(0, f"[{name} FILE: which file?]" if name == "/save" else f"[{name} is none of these]")
-    return "\n".join(lines)
+    lines = [] if name == "/help" else [f"[{name} is none of these]"]
+    return "\n".join([*lines, *(f"  {command:14}  {text}" for command, text in COMMANDS.items())])
 
 
 def _measures(model: Any) -> dict[str, Any]:
@@ -219,21 +197,19 @@ def _measures(model: Any) -> dict[str, Any]:
 
 def _budget(measures: dict[str, Any]) -> str:
     """How much of the experts is in memory, and for a system that predicts how well it did."""
-    share = format_share(measures["memory_bytes"] / measures["expert_bytes"])
-    parts = [
-        f"{format_nbytes(measures['memory_bytes'])} = {share} of {format_nbytes(measures['expert_bytes'])} of experts "
-        "in memory",
-        f"system {measures['system']}",
-    ]
+    memory, experts = measures["memory_bytes"], measures["expert_bytes"]
+    share = f"{format_nbytes(memory)} = {format_share(memory / experts)} of {format_nbytes(experts)}"
+    parts = [f"{share} of experts in memory"]
     if measures["rounding"] is not None:
-        parts.insert(1, f"rounded to {measures['rounding']['to']}")
+        parts.append(f"rounded to {measures['rounding']['to']}")
+    parts.append(f"system {measures['system']}")
     prediction, decode = measures["prediction"], measures["phases"]["decode"]
     if prediction is not None:
         accuracy, coverage = format_share(decode["accuracy"]), format_share(decode["coverage"])
         parts.append(f"prefetch accuracy {accuracy}, coverage {coverage}")
         if prediction["failed"] is not None:
             parts.append(f"prediction failed: {prediction['failed']}")
-    return " | ".join(parts)
+    return in_brackets(*parts)
 
 
 def _write(out: TextIO, text: str) -> None:

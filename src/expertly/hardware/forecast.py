@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from itertools import pairwise
 from statistics import mode
 from typing import Any
 
+import numpy as np
 import torch
 
 from expertly import api
@@ -177,11 +177,7 @@ def hit_curves(model_type: str) -> list[dict[str, Any]]:
 
 def hit_rate(curve: dict[str, Any], share: float) -> float:
     """Of an LRU cache with `share` of the experts, between recorded shares interpolated."""
-    points = [(0.0, 0.0), *zip(curve["shares"], curve["hit_rate"], strict=True)]
-    for (below, low), (above, high) in pairwise(points):
-        if share <= above:
-            return float(low + (high - low) * (share - below) / (above - below))
-    return 1.0
+    return float(np.interp(share, [0.0, *curve["shares"]], [0.0, *curve["hit_rate"]]))
 
 
 def _token_nbytes(layers: Sequence[Any]) -> int:

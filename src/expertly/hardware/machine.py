@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -26,10 +26,8 @@ SCRATCH_NBYTES = 1 << 30
 LEAST_FREE_NBYTES = 8 << 30
 """Free disk for packed stores below which `doctor` warns: that of a small MoE model."""
 
-WAIT_S = 10.0
-"""At most, for a quiet moment."""
-
-_BUSY = "busy machine"
+BUSY = "busy machine"
+"""The subject of a problem of which figures are not to be kept: others took the machine while it was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +38,8 @@ class Problem:
     subject: str
     text: str
 
-
-def disturbance(problems: Iterable[Problem]) -> str | None:
-    """Why the figures are not to be kept, if the machine was busy with something else while it was measured."""
-    return next((problem.text for problem in problems if problem.subject == _BUSY), None)
-
-
-def kept_profile(
-    path: Path, folder: Path, progress: Callable[[str], None] | None = None
-) -> tuple[MachineProfile, str | None]:
-    """The profile in the file `path`. Where there is none, this machine is measured, with the disk in `folder`, and the
-    profile written; or, where there is a `disturbance`, which is told, it is not.
-    """
-    if path.exists():
-        return MachineProfile.read(path), None
-    profile, problems = examine(folder, progress)
-    text = disturbance(problems)
-    if text is None:
-        profile.write(path)
-    return profile, text
+    def __str__(self) -> str:
+        return f"{self.level}: {self.subject}: {self.text}"
 
 
 def examine(
@@ -73,7 +54,6 @@ def examine(
     if available < 2 * WORKING_NBYTES:
         alone = f"torch and a forward pass alone take about {format_nbytes(WORKING_NBYTES)}"
         problems.append(Problem("warning", "memory", f"{format_nbytes(available)} are free; {alone}"))
-    watch.wait(WAIT_S * effort)
     tell("disk")
     disk = _examine_disk(folder, effort, problems)
     tell("memory")
@@ -83,7 +63,7 @@ def examine(
     devices = _examine_devices(2 * effort, problems)
     if (text := watch.disturbance()) is not None:
         text += ": the figures are too low, and are not kept; measure again on a quiet machine"
-        problems.append(Problem("warning", _BUSY, text))
+        problems.append(Problem("warning", BUSY, text))
     elif not watch.can_tell:
         text = "/proc/stat cannot be read: it cannot be told whether other processes made the figures too low"
         problems.append(Problem("note", "cpu", text))

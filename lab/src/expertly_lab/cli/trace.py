@@ -305,6 +305,6 @@ def _report(facts: dict[str, Any]) -> str:
     for name, info in facts["fields"].items():
         shape = " x ".join(map(str, info["shape"])) or "-"
         rows.append((name, info["dtype"], shape, "yes" if info["real"] else "no", info["note"]))
-    fields = table(("field", "dtype", "a row", "real", "note"), rows, folded="note")
+    fields = table(("field", "dtype", "a row", "real", "note"), rows)
     counts = f"{facts['prefill_rows']} tokens of prefill, {facts['rows'] - facts['prefill_rows']} of decode"
     return "\n".join([_headline(facts), *[f"made {made}"] * bool(made), counts, "", fields])
