@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,15 @@ def command_of(words: Sequence[str]) -> tuple[Any, list[str]]:
         assert left[0] in command.commands, f"{' '.join(words)}: there is no {left[0]}"
         command = command.commands[left.pop(0)]
     return command, left
+
+
+def commands_of(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every command by its name, as `lab simulate`."""
+    for name, command in (group or _whole()).commands.items():
+        if hasattr(command, "commands"):
+            yield from commands_of(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
 
 
 def flags_of(command: Any) -> set[str]:

@@ -62,13 +62,10 @@ def test_systems_run_in_turns(model: Path, prompts: Path, loads: list[str], caps
 
 
 def test_the_table_is_for_people(model: Path, capsys: Captured) -> None:
-    words = ("bench", model, *TINY, "--memory", "30%,60%")
-    printed = told(capsys, *words)
+    printed = told(capsys, "bench", model, *TINY, "--memory", "30%,60%")
     assert printed.count("fastest in ") == 2
-    head = printed.splitlines()[2].split("  ")
-    assert [name.strip() for name in head if name.strip()] == [
-        *("memory", "system", "TPOT", "TTFT", "tokens/s", "hit rate", "loaded a token", "to lru")
-    ]
+    head = [name.strip() for name in printed.splitlines()[2].split("  ") if name.strip()]
+    assert head == ["memory", "system", "TPOT", "TTFT", "tokens/s", "hit rate", "loaded a token", "to lru"]
     assert printed.count("expertly-ahead ") == 2 and printed.count("1.00x (1.00 to 1.00x)") >= 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from importlib.metadata import distributions
@@ -13,7 +12,7 @@ import pytest
 from expertly.cli import commands
 from expertly.cli.main import main
 from expertly.policies import registry
-from tests.cli.asking import Captured, refusal, told
+from tests.cli.asking import Captured, answer, refusal, told
 
 GREETING = '''
 from dataclasses import dataclass
@@ -102,6 +101,5 @@ def test_a_broken_command_is_named_and_the_others_work(install: Install, capsys:
 def test_without_the_laboratory_its_commands_say_how_to_install_it(install: Install, capsys: Captured) -> None:
     assert "pip install expertly-lab" in refusal(capsys, "lab", "simulate", "x")
     assert "pip install expertly-lab" in refusal(capsys, "lab")
-    assert main(["lab", "compare", "--json"]) == 2
-    assert "expertly-lab" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "expertly-lab" in answer(capsys, "lab", "compare", code=2)["error"]["message"]
     assert "lab " not in told(capsys, "--help")

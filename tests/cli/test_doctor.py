@@ -47,49 +47,38 @@ def test_prints_tables_and_writes_the_profile_into_the_cache_folder(tmp_path: Pa
 def test_figures_of_a_busy_machine_are_said_to_be_so_and_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ):
-    say(monkeypatch, after(QUIET, 1, load=15.0))
     profile = tmp_path / "cache" / "machine.json"
-    assert main(["doctor"]) == 0
-    out, _ = capsys.readouterr()
-    (line,) = (line for line in out.splitlines() if "15.0 processes were running" in line)
-    assert line.startswith("warning: busy machine: ") and not profile.exists()
-
-    say(monkeypatch, QUIET)
-    assert main(["doctor"]) == 0
-    kept = profile.read_bytes()
-    say(monkeypatch, after(QUIET, 1, load=15.0))
-    assert main(["doctor"]) == 0
-    assert profile.read_bytes() == kept, "what was measured on the quiet machine stays"
+    kept = []
+    for reading in (after(QUIET, 1, load=15.0), QUIET, after(QUIET, 1, load=15.0)):
+        say(monkeypatch, reading)
+        lines = told(capsys, "doctor").splitlines()
+        busy = [line for line in lines if "15.0 processes were running" in line]
+        assert bool(busy) == (reading != QUIET) and all(line.startswith("warning: busy machine: ") for line in busy)
+        kept.append(profile.read_bytes() if profile.exists() else None)
+    assert kept[0] is None and kept[1] == kept[2] is not None, "what was measured on the quiet machine stays"
 
 
 def test_json_is_the_profile_and_the_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
     """And kernels may be chosen."""
     monkeypatch.setenv("EXPERTLY_KERNELS", "torch")
     (tmp_path / "disk").mkdir()
-    out_path = tmp_path / "profile.json"
-    start = time.monotonic()
-    assert main(["doctor", "--json", "--dir", str(tmp_path / "disk"), "--out", str(out_path)]) == 0
-    elapsed = time.monotonic() - start
-    printed = json.loads(capsys.readouterr().out)
-    written = json.loads(out_path.read_text())
-    assert {key: printed[key] for key in written} == written
-    assert printed["profile_path"] == str(out_path)
-    assert 0 < printed["seconds"] <= elapsed
+    path, start = tmp_path / "profile.json", time.monotonic()
+    printed = answer(capsys, "doctor", "--dir", tmp_path / "disk", "--out", path)
+    assert 0 < printed["seconds"] <= time.monotonic() - start
+    assert printed.items() >= json.loads(path.read_text()).items() and printed["profile_path"] == str(path)
     assert printed["kernels"] == {"name": "torch", "why": "EXPERTLY_KERNELS=torch"}
     assert all(problem.keys() == {"level", "subject", "text"} for problem in printed["problems"])
     assert not (tmp_path / "cache").exists(), "nothing but the folders named is touched"
+    monkeypatch.setenv("EXPERTLY_KERNELS", "fast")
+    assert "EXPERTLY_KERNELS='fast': unknown; accepted: auto, native, torch" in refusal(capsys, "doctor")
 
 
 def test_a_cache_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "file"))
-    assert main(["doctor", "--json"]) == 2
-    printed = json.loads(capsys.readouterr().out)
-    assert {problem["subject"] for problem in printed["problems"] if problem["level"] == "error"} == {
-        "folder",
-        "profile",
-    }
-    assert printed["weights_nbytes_per_s"], "the rest is measured all the same"
+    printed = answer(capsys, "doctor", code=2)
+    errors = {problem["subject"] for problem in printed["problems"] if problem["level"] == "error"}
+    assert errors == {"folder", "profile"} and printed["weights_nbytes_per_s"], "the rest is measured all the same"
 
 
 def test_a_model_is_sized_and_its_speed_expected(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch):
@@ -104,8 +93,3 @@ def test_a_model_is_sized_and_its_speed_expected(tmp_path: Path, capsys: Capture
         assert words in out, out
     assert "as in recorded routing of gpt-oss-20b; DeepSeek-V2-Lite, law" in " ".join(out.split()), out
     assert profile.read_text() == measured, "a machine is measured once"
-
-
-def test_unknown_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Captured):
-    monkeypatch.setenv("EXPERTLY_KERNELS", "fast")
-    assert "EXPERTLY_KERNELS='fast': unknown; accepted: auto, native, torch" in refusal(capsys, "doctor")

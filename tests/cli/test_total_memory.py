@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from expertly.engine import memory as engine_memory
 from expertly.hardware import forecast, machine
 from expertly.hardware.forecast import Speed
 from tests.cli.asking import Captured, answer
-from tests.command_lines import command_of, flags_of
+from tests.command_lines import commands_of, flags_of
 from tests.families import make_checkpoint
 from tests.hardware.test_profile import PROFILE
 
@@ -37,15 +35,10 @@ def total(model: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return int((100 << 20) + beside.dense_nbytes + beside.fixed_nbytes + beside.of_tokens(0, 4096) + 0.6 * experts)
 
 
-@pytest.fixture
-def left(model: Path, total: int) -> int:
+def test_bench(model: Path, total: int, capsys: Captured) -> None:
     loaded, _ = expertly.load(str(model), total_memory=total, system="lru", device="cpu")
-    nbytes = api.handle(loaded).engine.scheduler.budget.memory_nbytes
+    left = api.handle(loaded).engine.scheduler.budget.memory_nbytes
     expertly.unload(loaded)
-    return nbytes
-
-
-def test_bench(model: Path, total: int, left: int, capsys: Captured) -> None:
     words = ("--total-memory", total, "--requests", 1, "--tokens", 2, "--rounds", 1, "--device", "cpu", "--raw")
     found = answer(capsys, "bench", model, *words)
     assert {(row["memory"], row["memory_bytes"]) for row in found["rows"]} == {(str(total), left)}
@@ -61,12 +54,7 @@ def test_doctor(model: Path, total: int, capsys: Captured, monkeypatch: pytest.M
 
 
 def test_every_command_that_takes_memory_that_loads_a_model_takes_all_of_it() -> None:
-    def leaves(command: Any, path: str) -> Iterator[tuple[str, set[str]]]:
-        for name, below in getattr(command, "commands", {}).items():
-            yield from leaves(below, f"{path} {name}".strip())
-        yield path, flags_of(command)
-
-    found = {path: flags for path, flags in leaves(command_of([])[0], "") if "--memory" in flags}
+    found = {name: flags for name, command in commands_of() if "--memory" in (flags := flags_of(command))}
     assert {"run", "serve", "bench"} <= found.keys()
     of_experts = {"lab simulate", "lab reproduce", "lab compare"}  # which compare budgets of experts alone
-    assert {path for path, flags in found.items() if "--total-memory" not in flags} <= of_experts
+    assert {name for name, flags in found.items() if "--total-memory" not in flags} <= of_experts

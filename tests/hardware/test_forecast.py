@@ -168,16 +168,3 @@ def test_what_does_not_fit_is_said(needs: ModelNeeds, monkeypatch: pytest.Monkey
     nothing = of(needs, everything)
     assert nothing.fitting_share == 0 and nothing.command.startswith("none here")
     assert nothing.decided_by.startswith("nothing fits")
-
-
-@pytest.mark.parametrize(
-    ("free_nbytes", "command"),
-    [(400, "expertly run big"), (250, "make room on the disk")],
-)
-def test_the_next_command_looks_at_the_disk(needs: ModelNeeds, free_nbytes: int, command: str) -> None:
-    assert needs.stored is not None
-    size = needs.dense_nbytes + needs.experts_nbytes
-    stored = replace(needs.stored, nbytes=size * 2, is_here=False)
-    big = replace(needs, name="big", stored=stored)
-    found = module._command(big, size, stored.nbytes, size * free_nbytes // 100, True, None)
-    assert found.startswith(command)

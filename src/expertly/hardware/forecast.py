@@ -24,7 +24,7 @@ from expertly import api
 from expertly.core.files import existing_parent
 from expertly.core.geometry import Geometry
 from expertly.core.resources import parse_memory
-from expertly.core.units import format_nbytes, format_rate, format_seconds
+from expertly.core.units import format_rate, format_seconds
 from expertly.engine.compute import expert_nbytes_at_once
 from expertly.engine.memory import BESIDE_NBYTES, WORKING_NBYTES, kv_cache_nbytes, pass_nbytes
 from expertly.engine.process import rss_nbytes
@@ -147,24 +147,22 @@ def forecast(
         budgets.append((left, left / geometry.nbytes))
     curves = hit_curves(needs.model_type)
     speeds = [_expected(needs, speed, curves, *budget, left) for budget in sorted(budgets) if budget[0] >= least]
-    stored, store = needs.stored, 0 if needs.is_packed else needs.dense_nbytes + geometry.nbytes
-    download = stored.nbytes if stored is not None and not stored.is_here else 0
-    disk_free = shutil.disk_usage(existing_parent(stores_folder())).free
+    stored = needs.stored
     return ModelForecast(
         needs=needs,
         experts_nbytes=geometry.nbytes,
         cache_nbytes={context: context * cache for context in contexts},
         least_nbytes=least,
-        disk_nbytes=store,
-        download_nbytes=download,
-        disk_free_nbytes=disk_free,
+        disk_nbytes=0 if needs.is_packed else needs.dense_nbytes + geometry.nbytes,
+        download_nbytes=stored.nbytes if stored is not None and not stored.is_here else 0,
+        disk_free_nbytes=shutil.disk_usage(existing_parent(stores_folder())).free,
         memory_name=memory_name,
         memory_nbytes=memory,
         fitting_share=max(0.0, min(1.0, left / geometry.nbytes)) if left >= least else 0.0,
         routing=tuple(curve["name"] for curve in curves),
         speeds=tuple(speeds),
         decided_by=_decided_by(speeds, speed, geometry.nbytes),
-        command=_command(needs, store, download, disk_free, left >= least, total_memory),
+        command=_command(needs, left >= least, total_memory),
     )
 
 
@@ -224,13 +222,9 @@ def _decided_by(speeds: Sequence[ExpectedSpeed], speed: Speed, experts_nbytes: i
     return f"how often a token's experts are in memory, which nobody knows before the model runs, and {how}"
 
 
-def _command(
-    needs: ModelNeeds, store_nbytes: int, download_nbytes: int, free_nbytes: int, fits: bool, total_memory: str | None
-) -> str:
+def _command(needs: ModelNeeds, fits: bool, total_memory: str | None) -> str:
     if needs.stored is None:
         return f"expertly doctor with a folder of weights or a hub id: {needs.name} is a config alone"
     if not fits:
         return "none here: the least of experts does not fit beside the rest"
-    if store_nbytes + download_nbytes > free_nbytes:
-        return f"make room on the disk ({format_nbytes(free_nbytes)} are free), or set EXPERTLY_CACHE to another"
     return f"expertly run {needs.name}" + ("" if total_memory is None else f" --total-memory {total_memory}")
