@@ -9,11 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from expertly.core.errors import ConfigError
 from expertly.formats import ROUNDED_TO, rounding_format
 from expertly.scheduler.systems import AUTO_SYSTEM
+
+T = TypeVar("T")
 
 AUTO = "auto"
 ACCEPTED = {"verify": ("sampled", "always", "never"), "cpu_misses": ("auto", "never", "always")}
@@ -27,14 +29,28 @@ REQUIRED = MISSING
 # Types of command-line values: functions of the text whose ValueError says what is accepted.
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
+def checked(convert: Callable[[str], T], accepted: str, accepts: Callable[[T], bool]) -> Callable[[str], T]:
+    """A type for values that `accepts` is true of; `accepted` is that condition in words."""
+
+    def parse(text: str) -> T:
         with suppress(ValueError):
-            if (value := int(text)) >= least:
+            if accepts(value := convert(text)):
                 return value
-        raise ValueError(f"a whole number from {least}")
+        raise ValueError(accepted)
 
     return parse
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    return checked(int, f"a whole number from {least}", lambda value: value >= least)
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    return checked(str, " or ".join(names), lambda text: text in names)
+
+
+def number(accepted: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
+    return checked(float, accepted, accepts)
 
 
 def path_name(text: str) -> Path:
@@ -43,35 +59,9 @@ def path_name(text: str) -> Path:
     return Path(text)
 
 
-def one_of(*names: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in names:
-            raise ValueError(" or ".join(names))
-        return text
-
-    return parse
-
-
-def number(accepted: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
-    """A type for numbers that `accepts` is true of; `accepted` is that condition in words."""
-
-    def parse(text: str) -> float:
-        with suppress(ValueError):
-            if accepts(value := float(text)):
-                return value
-        raise ValueError(accepted)
-
-    return parse
-
-
 temperature = number("0 (greedy), or from 0.0001", lambda value: value == 0 or 1e-4 <= value < float("inf"))
 probability = number("above 0 and at most 1", lambda value: 0 < value <= 1)
-
-
-def seed(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) < 1 << 63):
-        raise ValueError("a whole number from 0 to 2^63 - 1")
-    return int(text)
+seed = checked(int, "a whole number from 0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63)
 
 
 @dataclass(frozen=True)
@@ -141,15 +131,14 @@ class LoadOptions:
 
     memory: str | int | None = option(
         AUTO,
-        'for experts on the device: a share of them ("25%"), an amount ("1.5GiB") or "auto": what'
-        " is free beside the dense part and the KV cache of `context` tokens",
+        'for experts on the device: a share of them ("25%"), an amount ("1.5GiB") or "auto": what is free beside the '
+        "dense part and the KV cache of `context` tokens",
         metavar="SIZE",
     )
     total_memory: str | int | None = option(
         None,
-        "instead of memory: for everything, that is process, dense part, KV cache of `context` "
-        'tokens and experts ("8GiB", a share of what is free, or "auto"); of an accelerator, its '
-        "own memory",
+        "instead of memory: for everything, that is process, dense part, KV cache of `context` tokens and experts "
+        '("8GiB", a share of what is free, or "auto"); of an accelerator, its own memory',
         metavar="SIZE",
     )
     system: str = option(
@@ -192,9 +181,8 @@ class LoadOptions:
     )
     context: int | Callable[[Any], int] | None = option(
         None,
-        "how many tokens of prompt and answer there must be room for; experts get the memory that"
-        " leaves, unless memory is stated (default: 4096). From Python also a function that takes"
-        " the tokenizer and returns it",
+        "how many tokens of prompt and answer there must be room for; experts get the memory that leaves, unless "
+        "memory is stated (default: 4096). From Python also a function that takes the tokenizer and returns it",
         least=1,
         panel=ADVANCED,
     )
@@ -208,9 +196,9 @@ class LoadOptions:
     )
     learned: str | Path | None = option(
         AUTO,
-        "where a system keeps what it learns while it runs (expert maps, activation matrices, "
-        'reuse weights): a file, "auto" (beside the packed store) or "off". It begins with that '
-        "and saves it about every minute and at the end; reuse weights only without `workers`",
+        "where a system keeps what it learns while it runs (expert maps, activation matrices, reuse weights): a file, "
+        '"auto" (beside the packed store) or "off". It begins with that and saves it about every minute and at the '
+        "end; reuse weights only without `workers`",
         metavar="FILE",
         panel=ADVANCED,
     )
