@@ -263,7 +263,7 @@ def _share_misses(chosen: _Chosen, target: torch.device, dtype: torch.dtype) -> 
     asked, kind, geometry = chosen.options.cpu_misses, kind_of(target), chosen.placement.geometry
     if asked == "never":
         return None
-    if asked == "auto" and not choose_kernels().library and any(one.format for one in geometry.layers):
+    if asked == "auto" and not choose_kernels().library and any(layer.format for layer in geometry.layers):
         return None  # torch decodes formats at a small part of the rate that is measured: of products
     nbytes = kind.host_nbytes(target, chosen.options.host_memory, geometry.nbytes)
     costs = None
@@ -285,7 +285,7 @@ def _share_misses(chosen: _Chosen, target: torch.device, dtype: torch.dtype) -> 
     if asked == "always":  # with copies of 11 days the processor is always sooner
         return MissSplit(geometry, Link(1e18, 10**15), HostCompute(1e18, 1e18, 0, 1.0))
     split = MissSplit(geometry, *costs)
-    pays = any(split.num_on_host(layer, [1] * one.top_k, 1, 0) for layer, one in enumerate(geometry.layers))
+    pays = any(split.num_on_host(number, [1] * layer.top_k, 1, 0) for number, layer in enumerate(geometry.layers))
     return split if pays else None
 
 
@@ -332,18 +332,18 @@ def unload(model: Any) -> None:
     """Free the threads, files and memory behind a loaded model; it cannot run any more. Idempotent. A forward pass that
     another thread runs raises EngineClosedError.
     """
-    found = handle(model)
-    found.engine.stop()
+    behind = handle(model)
+    behind.engine.stop()
     with between_passes(model):
-        found.finalizer()
+        behind.finalizer()
 
 
 def handle(model: Any) -> Handle:
     """The store, engine and statistics of a loaded model. Raises ModelUseError for any other model."""
-    found = getattr(model, "_expertly_handle", None)
-    if not isinstance(found, Handle):
+    behind = getattr(model, "_expertly_handle", None)
+    if not isinstance(behind, Handle):
         raise ModelUseError(f"{type(model).__name__} was not loaded by expertly.load: there is nothing behind it")
-    return found
+    return behind
 
 
 def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -81,12 +81,7 @@ class Bench:
     systems changes from round to round.
     """
 
-    def __init__(
-        self,
-        settings: BenchSettings,
-        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-        loading: api.Progress | None = None,
-    ) -> None:
+    def __init__(self, settings: BenchSettings, progress: api.Progress, loading: api.Progress) -> None:
         """`progress` is told of turns, `loading` of bytes packed and loaded. Raises ConfigError for a system that no
         engine can run.
         """
@@ -105,20 +100,20 @@ class Bench:
         as tokens, and sentences for those left out. Answers one prompt under each, so that what only a first load does
         is not timed. Raises as `expertly.load` does, and ConfigError where no prompt is left.
         """
-        budgets, found, left_out = list[BenchBudget](), list[AskedPrompt](), list[str]()
+        budgets, requests, left_out = list[BenchBudget](), list[AskedPrompt](), list[str]()
         for memory in memories:
             with self._loaded(BASE_SYSTEM, **memory) as (model, tokenizer):
                 if model.config.is_encoder_decoder:
                     raise ModelUseError("an encoder-decoder model cannot be benched; accepted: one that decodes alone")
                 handle, limit = api.handle(model), max_positions(model)
                 most = None if limit is None else limit - self.settings.num_tokens
-                found, left_out = asked(prompts, tokenizer, is_raw=self.settings.is_raw, most=most)
-                if not found:
+                requests, left_out = asked(prompts, tokenizer, is_raw=self.settings.is_raw, most=most)
+                if not requests:
                     raise ConfigError(f"prompts: {'; '.join(left_out)}")
-                answer(model, found[0].tokens, 2)
+                answer(model, requests[0].tokens, 2)
                 said = memory.get("total_memory") or memory["memory"]
                 budgets.append(BenchBudget(said, handle.division.budget.memory_nbytes))
-        return budgets, found, left_out
+        return budgets, requests, left_out
 
     def run(self, budget: BenchBudget, prompts: Sequence[AskedPrompt], num_budgets: int = 1) -> list[BenchRow]:
         """The rows of one budget. A system that fails is one with its reason, and does not run again. Raises
@@ -154,8 +149,8 @@ class Bench:
     @contextmanager
     def _loaded(self, system: str, **memory: Any) -> Iterator[tuple[Any, Any]]:
         settings = self.settings
-        how = {**settings.load, **memory, "learned": "off", "system": system}
-        model, tokenizer = api.load(settings.model, progress=self._loading, **how)
+        options = {**settings.load, **memory, "learned": "off", "system": system}
+        model, tokenizer = api.load(settings.model, progress=self._loading, **options)
         try:
             yield model, tokenizer
         finally:
@@ -182,17 +177,17 @@ class Bench:
 
 
 def _row(budget: BenchBudget, name: str, turns: Sequence[BenchTurn], base: Sequence[BenchTurn] | None) -> BenchRow:
-    played = [one for turn in turns for one in turn.times]
-    steps = [one.tpot_s for one in played if one.tpot_s is not None]
+    times = [played for turn in turns for played in turn.times]
+    steps = [played.tpot_s for played in times if played.tpot_s is not None]
     rates = [turn.hit_rate for turn in turns if turn.hit_rate is not None]
-    num_decoded = sum(len(one.steps_s) for one in played)
+    num_decoded = sum(len(played.steps_s) for played in times)
     ratios = [] if base is None else [turn.seconds / other.seconds for turn, other in zip(turns, base, strict=True)]
     return BenchRow(
         budget.memory,
         budget.nbytes,
         name,
         statistics.median(steps) if steps else None,
-        statistics.median(one.ttft_s for one in played),
+        statistics.median(played.ttft_s for played in times),
         sum(turn.num_tokens for turn in turns) / sum(turn.seconds for turn in turns),
         statistics.mean(rates) if rates else None,
         sum(turn.loaded_nbytes for turn in turns) / num_decoded if num_decoded else None,

@@ -52,7 +52,7 @@ class BenchOptions:
 def run(args: BenchOptions) -> int:
     check_one_memory(args.memory, args.total_memory)
     field = "memory" if args.total_memory is None else "total_memory"
-    memories = [{field: one} for one in names(field, args.total_memory or args.memory or DEFAULT_MEMORY)]
+    memories = [{field: size} for size in names(field, args.total_memory or args.memory or DEFAULT_MEMORY)]
     prompts = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
     with reserved_stdout() as stdout:
         from expertly.bench import SYSTEMS, Bench, BenchSettings, fastest
@@ -63,24 +63,24 @@ def run(args: BenchOptions) -> int:
         settings = BenchSettings(args.model, load, systems, args.tokens, args.rounds, args.raw)
         with progress_bar("turns") as progress:
             bench = Bench(settings, progress, progress.in_bytes)
-            budgets, found, notes = bench.prepare(memories, prompts)
+            budgets, requests, notes = bench.prepare(memories, prompts)
             if args.prompts is None:
-                notes.append(f"no --prompts: measured with {counted(len(found), 'text')} of ours, not with yours")
-            rows = [bench.run(budget, found, len(budgets)) for budget in budgets]
+                notes.append(f"no --prompts: measured with {counted(len(requests), 'text')} of ours, not with yours")
+            by_budget = [bench.run(budget, requests, len(budgets)) for budget in budgets]
         for note in notes:
             message(f"expertly: {note}")
-        told = [asdict(row) for of_budget in rows for row in of_budget]
+        rows = [asdict(row) for rows in by_budget for row in rows]
         result = {
             "model": args.model or "demo",
             "cpu": cpu_name(),
-            "requests": len(found),
+            "requests": len(requests),
             "tokens": args.tokens,
             "rounds": args.rounds,
-            "rows": told,
-            "fastest": [asdict(row) for row in map(fastest, rows) if row is not None],
+            "rows": rows,
+            "fastest": [asdict(row) for row in map(fastest, by_budget) if row is not None],
         }
         show(result, args.json, lambda: report(result), stdout)
-    return 2 if any(row["reason"] is not None for row in told) else 0
+    return 2 if any(row["reason"] is not None for row in rows) else 0
 
 
 def report(result: Mapping[str, Any]) -> str:
@@ -95,7 +95,7 @@ def report(result: Mapping[str, Any]) -> str:
     lines += [
         f"{row['system']} failed in {row['memory']}: {row['reason']}" for row in rows if row["reason"] is not None
     ]
-    lines += [f"fastest in {format_nbytes(one['memory_bytes'])}: {one['system']}" for one in result["fastest"]]
+    lines += [f"fastest in {format_nbytes(row['memory_bytes'])}: {row['system']}" for row in result["fastest"]]
     return "\n".join(lines)
 
 

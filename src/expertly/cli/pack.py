@@ -91,9 +91,9 @@ def _list(is_json: bool) -> int:
         message(f"expertly: no store in {cache.stores_folder()}")
         return 0
     rows = []
-    for one in stores:
-        dtype = f"{one['dtype']}, rounded" if one["rounded"] else one["dtype"] or None
-        rows.append(one | {"dtype": dtype, "from": one["problem"] or one["source"]})
+    for store in stores:
+        dtype = f"{store['dtype']}, rounded" if store["rounded"] else store["dtype"] or None
+        rows.append(store | {"dtype": dtype, "from": store["problem"] or store["source"]})
     show({"folder": str(cache.stores_folder()), "stores": stores}, is_json, lambda: figures_table(rows, LISTED))
     return 0
 

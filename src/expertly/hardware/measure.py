@@ -49,17 +49,15 @@ def scratch_file(folder: Path, nbytes: int, seconds: float) -> Iterator[tuple[Pa
     written, start = 0, time.perf_counter()
     try:
         try:
-            with os.fdopen(create(path), "wb", buffering=0) as file:
+            with os.fdopen(create(path), "wb") as file:
                 while written < nbytes and (not written or time.perf_counter() - start < seconds):
                     block[::4096] += 1  # no two blocks alike
-                    view = block.data
-                    while view:
-                        view = view[file.write(view) :]
+                    file.write(block.data)
+                    file.flush()
                     os.fdatasync(file.fileno())
                     written += block.nbytes
                 rate = written / (time.perf_counter() - start)
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise ConfigError(f"a test file cannot be written there ({error.strerror})") from error
         yield path, rate
