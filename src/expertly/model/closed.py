@@ -74,13 +74,10 @@ def undecorated(function: Any) -> FunctionType | None:
     return function if isinstance(function, FunctionType) else None
 
 
-def takes_only(function: Any, *arguments: str) -> bool:
-    """Whether these are its arguments; an empty name stands for any."""
-    parameters = inspect.signature(function).parameters.values()
-    is_usual = all(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
-    names = [parameter.name for parameter in parameters]
-    pairs = zip(names, arguments, strict=False)
-    return is_usual and len(names) == len(arguments) and all(name == wanted or not wanted for name, wanted in pairs)
+def takes_one(method: Any) -> bool:
+    """Whether it has one argument beside `self`."""
+    parameters = inspect.signature(method).parameters.values()
+    return [parameter.kind for parameter in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2
 
 
 def stand_in(module: Any, **changed: Any) -> None:

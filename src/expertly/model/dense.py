@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
-from expertly.model.closed import ARITHMETIC, does_only, stand_in, takes_only, undecorated
+from expertly.model.closed import ARITHMETIC, does_only, stand_in, takes_one, undecorated
 from expertly.model.hooks import CACHE, look_alike, places
 from expertly.model.tiled import TiledLayer
 from expertly.native.kernels import NORM_STYLES, Kernels, Projections, are_plain
@@ -306,7 +306,7 @@ def _is_listed(module: nn.Module, names: Set[str]) -> bool:
     """Whether a module without others in it makes something of one tensor, by its parameters and `names` alone."""
     forward = type(module).forward
     is_whole = next(module.children(), None) is None and next(module.buffers(), None) is None
-    return is_whole and does_only(forward, names, type(module)) and takes_only(forward, "self", "")
+    return is_whole and does_only(forward, names, type(module)) and takes_one(forward)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from expertly.engine.process import peak_rss_nbytes
 from expertly.serve.request import ServedRequest
@@ -67,50 +66,33 @@ class RequestMetrics:
         self._prompt.inc(request.num_prompt_tokens)
 
 
-class EngineMetrics(Collector):
-    """Reads the engine's own counters when Prometheus asks. `memory`: bytes by use, names end in _bytes."""
-
-    def __init__(
-        self,
-        stats: Callable[[], dict[str, Any]],
-        memory: Callable[[dict[str, Any]], dict[str, int]],
-        scheduler: RequestScheduler,
-    ) -> None:
-        self._stats = stats
-        self._memory = memory
-        self._scheduler = scheduler
-
-    def describe(self) -> list[Metric]:
-        """Empty, so that registering does not read the counters."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        scheduler, stats = self._scheduler, self._stats()
-        yield _gauge("requests_waiting", "Requests in the queue", {(): len(scheduler.waiting)})
-        yield _gauge("texts_running", "Texts that are being written", {(): len(scheduler.running)})
-        yield _gauge("kv_pages_free", "Pages of the KV cache that nobody has", {(): scheduler.free_pages})
-        yield _gauge("kv_pages", "Pages of the KV cache", {(): scheduler.room.num_pages})
-        yield _counter("failed_steps", "Forward passes that raised", {(): scheduler.num_failed_steps})
-        phases = stats["phases"]
-        for key, text in _OF_PHASES.items():
-            yield _counter(key, text, {(phase,): counts[key] for phase, counts in phases.items()}, "phase")
-        rates = {(phase,): counts["hit_rate"] for phase, counts in phases.items()}
-        yield _gauge("hit_ratio", "Of all demands so far, those that were hits", rates, "phase")
-        workers = {device["device"]: device for device in stats["devices"] if device["worker"] is not None}
-        for key, text in _OF_WORKERS.items() if workers else ():
-            counts = {(name,): device["worker"][key] for name, device in workers.items()}
-            yield (_gauge if key == "alive" else _counter)(f"worker_{key}", text, counts, "worker")
-        if workers:
-            hits = {(name, phase): device[phase]["hit_rate"] for name, device in workers.items() for phase in phases}
-            yield _gauge("worker_hit_ratio", "Of its demands so far", hits, "worker", "phase")
-        accuracy = {(): prefetch_accuracy(stats)}
-        yield _gauge("prefetch_accuracy_ratio", "Experts loaded ahead that were needed", accuracy)
-        if (reuse := stats["reuse"]) is not None:
-            yield _gauge("reuse_tokens", "Tokens that what it evicts by was learned from", {(): reuse["tokens"]})
-            yield _gauge("reuse_tokens_read", "Of these, those of earlier runs", {(): reuse["tokens_read"]})
-        memory = {(use.removesuffix("_bytes"),): nbytes for use, nbytes in self._memory(stats).items()}
-        yield _gauge("memory_bytes", "By use, as it was divided", memory, "use")
-        yield _gauge("process_peak_resident_bytes", "Most memory the process ever had", {(): peak_rss_nbytes()})
+def engine_metrics(stats: dict[str, Any], memory: dict[str, int], scheduler: RequestScheduler) -> Iterator[Metric]:
+    """The engine's own counters. `memory`: bytes by use, names end in _bytes."""
+    yield _gauge("requests_waiting", "Requests in the queue", {(): len(scheduler.waiting)})
+    yield _gauge("texts_running", "Texts that are being written", {(): len(scheduler.running)})
+    yield _gauge("kv_pages_free", "Pages of the KV cache that nobody has", {(): scheduler.free_pages})
+    yield _gauge("kv_pages", "Pages of the KV cache", {(): scheduler.room.num_pages})
+    yield _counter("failed_steps", "Forward passes that raised", {(): scheduler.num_failed_steps})
+    phases = stats["phases"]
+    for key, text in _OF_PHASES.items():
+        yield _counter(key, text, {(phase,): counts[key] for phase, counts in phases.items()}, "phase")
+    rates = {(phase,): counts["hit_rate"] for phase, counts in phases.items()}
+    yield _gauge("hit_ratio", "Of all demands so far, those that were hits", rates, "phase")
+    workers = {device["device"]: device for device in stats["devices"] if device["worker"] is not None}
+    for key, text in _OF_WORKERS.items() if workers else ():
+        counts = {(name,): device["worker"][key] for name, device in workers.items()}
+        yield (_gauge if key == "alive" else _counter)(f"worker_{key}", text, counts, "worker")
+    if workers:
+        hits = {(name, phase): device[phase]["hit_rate"] for name, device in workers.items() for phase in phases}
+        yield _gauge("worker_hit_ratio", "Of its demands so far", hits, "worker", "phase")
+    accuracy = {(): prefetch_accuracy(stats)}
+    yield _gauge("prefetch_accuracy_ratio", "Experts loaded ahead that were needed", accuracy)
+    if (reuse := stats["reuse"]) is not None:
+        yield _gauge("reuse_tokens", "Tokens that what it evicts by was learned from", {(): reuse["tokens"]})
+        yield _gauge("reuse_tokens_read", "Of these, those of earlier runs", {(): reuse["tokens_read"]})
+    uses = {(use.removesuffix("_bytes"),): nbytes for use, nbytes in memory.items()}
+    yield _gauge("memory_bytes", "By use, as it was divided", uses, "use")
+    yield _gauge("process_peak_resident_bytes", "Most memory the process ever had", {(): peak_rss_nbytes()})
 
 
 _OF_PHASES = {

@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import resources
 from typing import Any
 
 from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from expertly.api import Handle
-from expertly.serve.metrics import EngineMetrics, RequestMetrics, prefetch_accuracy
+from expertly.serve.metrics import RequestMetrics, engine_metrics, prefetch_accuracy
 from expertly.serve.scheduler import RequestScheduler
 from expertly.serve.service import About
 
@@ -22,7 +24,7 @@ _ATTEMPTS = 5
 _COUNTS = ("hits", "partial_hits", "misses", "bytes_loaded", "stall_s")
 
 
-class View:
+class View(Collector):
     """Any thread may ask. It keeps nothing: counts are since the start, and whoever wants rates asks twice."""
 
     def __init__(
@@ -39,7 +41,15 @@ class View:
         self._scheduler = scheduler
         self._metrics = metrics
         self._now_s = now_s
-        metrics.registry.register(EngineMetrics(self.stats, self.memory, scheduler))
+        metrics.registry.register(self)
+
+    def describe(self) -> list[Metric]:
+        """Empty, so that registering does not read the counters."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.stats()
+        return engine_metrics(stats, self.memory(stats), self._scheduler)
 
     def metrics(self) -> bytes:
         """The text that Prometheus reads."""
