@@ -32,6 +32,13 @@ def random_call(dice: torch.Generator, num_tokens: int, top_k: int = 3) -> Seque
     return hidden, torch.randint(0, NUM_EXPERTS + 1, (num_tokens, top_k), generator=dice), weights.abs()
 
 
+def put_early(patch: pytest.MonkeyPatch, link: float, span_ns: int, host_share: int = 100, **more: int) -> Any:
+    """Kernels over slots on an accelerator whose link has so many bytes a second; its devices, when they are made."""
+    accelerator = Accelerator(Link(link, 0), **more)
+    devices = put_in_place(patch, host_share, lambda: accelerator)
+    return accelerator, put_slot_kernels(patch, accelerator, span_ns=span_ns), devices
+
+
 # -- what does not change ----------------------------------------------------------------------------------------------
 
 
@@ -57,9 +64,7 @@ def test_tokens_and_decisions_are_the_same(
     case, found, predicts = cases["qwen3_moe"], [], system in ("expertly-ahead", "moe-infinity")
     for most_tokens in (4, 0):
         monkeypatch.setattr(compute, "_EARLY_TOKENS", most_tokens)
-        accelerator = Accelerator(Link(1e10, 0), host_ns=100)
-        made = put_in_place(monkeypatch, share, lambda accelerator=accelerator: accelerator)  # type: ignore[misc]
-        put_slot_kernels(monkeypatch, accelerator, span_ns=50_000)
+        _, _, made = put_early(monkeypatch, 1e10, 50_000, share, host_ns=100)
         with loaded(case.store, memory=memory, system=system, segments=segments) as model:
             for _ in range(2):
                 assert generate(model, case.prompts) == case.tokens
@@ -85,9 +90,7 @@ def test_random_choices_are_computed_as_without_an_accelerator(
     for share in (0, 25, 45, 100):
         with monkeypatch.context() as patch:
             if share:
-                accelerator = Accelerator(Link(1e10, 0), host_ns=100)
-                put_in_place(patch, make=lambda accelerator=accelerator: accelerator)  # type: ignore[misc]
-                kernels = put_slot_kernels(patch, accelerator, span_ns=50_000)
+                _, kernels, _ = put_early(patch, 1e10, 50_000, host_ns=100)
             memory = f"{share or 100}%"
             with loaded(cases[family].store, memory=memory, segments=segments, system="lru") as model:
                 modules, of_run = experts_modules(model), []
@@ -110,9 +113,7 @@ def test_what_is_resident_is_computed_while_the_host_decides(cases: Cases, monke
     for most_tokens, expected_ns in ((4, 50_000), (0, 80_000)):
         with monkeypatch.context() as patch:
             patch.setattr(compute, "_EARLY_TOKENS", most_tokens)
-            accelerator = Accelerator(Link(1e9, 0))
-            put_in_place(patch, make=lambda accelerator=accelerator: accelerator)  # type: ignore[misc]
-            put_slot_kernels(patch, accelerator, span_ns=10_000)
+            accelerator, _, _ = put_early(patch, 1e9, 10_000)
             with loaded(cases["qwen3_moe"].store, system="resident", memory="100%") as model:
                 engine, begin_layer = handle(model).engine, handle(model).engine.scheduler.begin_layer
 
@@ -146,22 +147,15 @@ def test_the_host_waits_for_no_layer_where_everything_is_resident(
         assert of_decode == 2 * num_decode, "the checks for NaN in stack and head"
 
 
-def test_a_layer_outside_of_a_pass_is_counted_at_once(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_in_place(monkeypatch)
-    put_slot_kernels(monkeypatch)
-    with loaded(cases["qwen3_moe"].store, system="resident", memory="100%") as model:
-        engine, (module, *_) = handle(model).engine, experts_modules(model)
-        engine.forward_experts(module, 0, torch.randn(1, HIDDEN_SIZE), torch.tensor([[1, 4, 6]]), torch.ones(1, 3))
-        assert engine.executor.shard.layer_counters(0).decode.demands == 3
-
-
-def test_a_pass_that_fails_counts_what_ran(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_outside_of_a_pass_counts_and_a_pass_that_fails_counts_what_ran(
+    cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two of three layers; the next pass works."""
     case = cases["qwen3_moe"]
     put_in_place(monkeypatch)
     put_slot_kernels(monkeypatch)
     with loaded(case.store, system="resident", memory="100%") as model:
-        last, ids = experts_modules(model)[-1], torch.tensor([[5]])
+        (first, _, last), ids = experts_modules(model), torch.tensor([[5]])
         with torch.no_grad():
             model(ids)
             failing = last.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -170,4 +164,7 @@ def test_a_pass_that_fails_counts_what_ran(cases: Cases, monkeypatch: pytest.Mon
             failing.remove()
         counted = handle(model).engine.scheduler.counters
         assert [one.prefill.hits + one.decode.hits for one in counted] == [6, 6, 3]
+        before, token = counted[0].decode.demands, (torch.randn(1, HIDDEN_SIZE), torch.tensor([[1, 4, 6]]))
+        handle(model).engine.forward_experts(first, 0, *token, torch.ones(1, 3))
+        assert counted[0].decode.demands == before + 3
         assert generate(model, case.prompts) == case.tokens

@@ -61,6 +61,12 @@ def sums(kernels: Kernels, rows: torch.Tensor, h: torch.Tensor, total: torch.Ten
     return out
 
 
+def of_doubles(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """These, and their magnitudes."""
+    yield [tensor.double() for tensor in tensors]
+    yield [tensor.double().abs() for tensor in tensors]
+
+
 def assert_as_exact(actual: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, num_terms: int) -> None:
     """Within half a unit of the result's type, and what float32 sums of so many terms may lose."""
     bound = EPSILON[actual.dtype] * exact.abs() + 2**-24 * (2 + num_terms) * magnitude + 1e-30
@@ -79,8 +85,7 @@ def test_rows_times_tokens(kernels: Kernels, num_matrices: int, num_tokens: int)
             stored = values(dice, pick.choice(NEURONS) + 1, num_matrices + 1, width, dtype=dtype)
             rows = stored[1:, :num_matrices]  # a matrix besides, as the down rows are
             x = values(dice, num_tokens, width, dtype=dtype)
-            exact = torch.einsum("rmh,nh->mnr", rows.double(), x.double())
-            magnitude = torch.einsum("rmh,nh->mnr", rows.double().abs(), x.double().abs())
+            exact, magnitude = (torch.einsum("rmh,nh->mnr", *pair) for pair in of_doubles(rows, x))
             assert_as_exact(dots(kernels, rows, x), exact, magnitude, width)
 
 
@@ -92,7 +97,7 @@ def test_rows_weighed_and_summed(kernels: Kernels, num_tokens: int) -> None:
             for width in (1, 33, 64, 500):
                 stored, h = values(dice, r, 3, width, dtype=dtype), values(dice, num_tokens, r, dtype=dtype)
                 rows = stored[:, 2]
-                exact, magnitude = h.double() @ rows.double(), h.double().abs() @ rows.double().abs()
+                exact, magnitude = (torch.matmul(*pair) for pair in of_doubles(h, rows))
                 assert_as_exact(sums(kernels, rows, h), exact, magnitude, r)
                 total = sums(kernels, rows, h, torch.ones(num_tokens, width))
                 assert_as_exact(total, exact + 1, magnitude + 1, r)
@@ -228,14 +233,17 @@ def test_rounding_is_to_nearest_and_ties_go_to_even(kernels: Kernels) -> None:
             assert torch.equal(out[0], exact.float().to(dtype))
 
 
-def test_inputs_that_lie_anywhere(kernels: Kernels) -> None:
+def test_inputs_that_lie_anywhere_and_a_bias_that_is_added_before_rounding(kernels: Kernels) -> None:
     """Rows at odd addresses of the type, tokens of a wider tensor."""
     dice = torch.Generator().manual_seed(4)
     for dtype in dtypes(kernels):
         memory = values(dice, 1 + 9 * 51, dtype=dtype)[1:].view(9, 51)
         rows, x = memory[:, 1:50], values(dice, 3, 80, dtype=dtype)[:, 5 : 5 + 49]
-        exact, magnitude = x.double() @ rows.double().T, x.double().abs() @ rows.double().abs().T
+        exact, magnitude = (torch.matmul(*pair) for pair in of_doubles(x, rows.T))
         assert_as_exact(dots(kernels, rows.unsqueeze(1), x)[0], exact, magnitude, 49)
+        bias = values(dice, 9, dtype=dtype)
+        biased = exact + bias.double(), magnitude + bias.double().abs()
+        assert_as_exact(dots(kernels, rows.unsqueeze(1), x[:1], bias)[0], *(part[:1] for part in biased), 50)
 
 
 def test_nothing_beyond_the_outputs_is_written(kernels: Kernels) -> None:
@@ -250,26 +258,13 @@ def test_nothing_beyond_the_outputs_is_written(kernels: Kernels) -> None:
             assert bool((out[[0, 3]] == 7).all()) and bool((out[1:3] == r).all())
 
 
-def test_a_bias_is_added_before_rounding(kernels: Kernels) -> None:
-    dice = torch.Generator().manual_seed(5)
-    for dtype in dtypes(kernels):
-        rows, bias, x = (values(dice, *shape, dtype=dtype) for shape in ((21, 40), (21,), (1, 40)))
-        exact = x.double() @ rows.double().T + bias.double()
-        magnitude = x.double().abs() @ rows.double().abs().T + bias.double().abs()
-        assert_as_exact(dots(kernels, rows.unsqueeze(1), x, bias)[0], exact, magnitude, 41)
-
-
-def run_expert(kernels: Kernels, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    inner = dots(kernels, rows[:, :2], x)
-    return sums(kernels, rows[:, 2], inner[0] * inner[1])
-
-
 def test_memory_is_given_back(kernels: Kernels) -> None:
     rows, x = torch.ones(3000, 3, 256, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
 
     def resident_nbytes(num_calls: int) -> int:
         for _ in range(num_calls):
-            run_expert(kernels, rows, x)
+            gate, up = dots(kernels, rows[:, :2], x)
+            sums(kernels, rows[:, 2], gate * up)
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     before = resident_nbytes(50)

@@ -46,19 +46,8 @@ compiled = pytest.mark.skipif(IS_INTERPRETED, reason="not in the interpreter's p
 pytestmark = pytest.mark.timeout(600)
 
 FORMATS = sorted(triton_slots._DECODERS)
-COMPILED = (
-    "",
-    "mxfp4",
-    "fp8",
-    "q4_0",
-    "q8_0",
-    "q4_k",
-    "q5_k",
-    "q6_k",
-    "int4_g32",
-    "int4_g128_zeros",
-    "int4_g32_zeros_f16",
-)
+COMPILED = ("", *(form for form in FORMATS if not form.startswith("int4")), "int4_g32")
+COMPILED += ("int4_g128_zeros", "int4_g32_zeros_f16")
 
 
 @compiled
@@ -324,24 +313,19 @@ def kernels_of(model: Any) -> dict[str, Any]:
     return told
 
 
+OF_REFERENCES = [
+    ("qwen3_moe", torch.bfloat16, 1),
+    ("qwen3_moe", torch.float32, 4),
+    ("gpt_oss", torch.bfloat16, 4),
+    ("gpt_oss", torch.float16, 1),
+]
+
+
 @interpreted
-@pytest.mark.parametrize(
-    ("family", "dtype", "segments"),
-    [
-        ("qwen3_moe", torch.bfloat16, 1),
-        ("qwen3_moe", torch.float32, 4),
-        ("gpt_oss", torch.bfloat16, 4),
-        ("gpt_oss", torch.float16, 1),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "dtype", "segments"), OF_REFERENCES, ids=str)
+@pytest.mark.usefixtures("triton_everywhere")
 def test_a_layer_on_the_references_inputs(
-    family: str,
-    dtype: torch.dtype,
-    segments: int,
-    families: Cases,
-    triton_everywhere: None,
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, dtype: torch.dtype, segments: int, families: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = families[family]
     put_in_place(monkeypatch)
@@ -360,36 +344,29 @@ def test_a_layer_on_the_references_inputs(
 
 
 @interpreted
-@pytest.mark.parametrize(("system", "segments"), [("lru", 1), ("expertly-ahead", 4)])
+@pytest.mark.parametrize(
+    ("system", "segments", "memory"), [("lru", 1, "45%"), ("expertly-ahead", 4, "45%"), ("resident", 1, "100%")]
+)
+@pytest.mark.usefixtures("triton_everywhere")
 def test_tokens_are_the_references(
-    system: str, segments: int, families: Cases, triton_everywhere: None, monkeypatch: pytest.MonkeyPatch
+    system: str, segments: int, memory: str, families: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Garbage is in a slot until its copy was waited for. The host waits once a layer, for the router's choice."""
+    """Garbage is in a slot until its copy was waited for. The host waits once a layer, for the router's choice, and for
+    no layer of a token whose experts are all resident.
+    """
     case, devices = families["qwen3_moe"], put_in_place(monkeypatch)
-    with loaded(case.store, memory="45%", system=system, segments=segments) as model:
+    with loaded(case.store, memory=memory, system=system, segments=segments) as model:
         assert generate(model, case.prompts) == case.tokens
         torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
         devices[0].tier.check()
         stats = expertly.stats(model).as_dict()
-        assert stats["kernels"]["native"] > 0 and stats["kernels"]["torch"] == 0
-        assert 0 < stats["kernels"]["early"] < stats["kernels"]["native"]
-        assert stats["synchronisations_per_pass"] == len(stats["layers"]) + 2  # the two checks for NaN of a pass
-
-
-@interpreted
-def test_nobody_waits_for_layers_whose_experts_are_resident(
-    families: Cases, triton_everywhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case, devices = families["qwen3_moe"], put_in_place(monkeypatch)
-    with loaded(case.store, memory="100%", system="resident") as model:
-        assert generate(model, case.prompts) == case.tokens
-        torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
-        stats = expertly.stats(model).as_dict()
-        decode, num_layers = stats["phases"]["decode"], len(stats["layers"])
-        assert stats["kernels"]["early"] == decode["hits"] > 0 == decode["misses"]
+        kernels, decode, num_layers = stats["kernels"], stats["phases"]["decode"], len(stats["layers"])
+        assert kernels["torch"] == 0 < kernels["early"] < kernels["native"]
         num_prompts = stats["phases"]["prefill"]["iterations"]
-        waited = devices[0].stats()["synchronisations"]
-        assert waited == 2 * (num_prompts + decode["iterations"]) + num_layers * num_prompts
+        num_waiting = num_prompts + decode["iterations"] * (system != "resident")
+        waited = 2 * (num_prompts + decode["iterations"]) + num_layers * num_waiting  # two checks for NaN of a pass
+        assert devices[0].stats()["synchronisations"] == waited
+        assert system != "resident" or kernels["early"] == decode["hits"] > 0 == decode["misses"]
 
 
 def make_fp8(folder: Path) -> Path:
@@ -432,14 +409,8 @@ def calls_of(model: Any) -> Sequence[Call]:
 
 # -- the compiler ------------------------------------------------------------------------------------------------------
 
-TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TYPES |= {torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 LEAST_SHARED_NBYTES = 99 << 10
 """That a program may take on every card from sm_80 on: an RTX 3090's."""
 
