@@ -197,8 +197,8 @@ class LoadOptions:
     learned: str | Path | None = option(
         AUTO,
         "where a system keeps what it learns while it runs (expert maps, activation matrices, reuse weights): a file, "
-        '"auto" (beside the packed store) or "off". It begins with that and saves it about every minute and at the '
-        "end; reuse weights only without `workers`",
+        '"auto" (beside the packed store) or "off". It begins with that and saves it at the end; reuse weights only '
+        "without `workers`",
         metavar="FILE",
         panel=ADVANCED,
     )

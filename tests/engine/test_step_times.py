@@ -9,7 +9,6 @@ import pytest
 import expertly
 from expertly.api import handle
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.engine.compute import LayerCall
 from expertly.engine.step_times import StepTimes
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded, recorded_decisions
@@ -78,80 +77,3 @@ def test_times_of_a_step_are_what_lies_between() -> None:
     timing = times.timing()
     assert (timing.attention_ns, timing.moe_ns, timing.head_ns) == ((7, 5), (20, 40), 9)
     assert timing.load_ns == (100, 100), "layer 1 never waited: it loads as fast"
-    assert timing.span_ns == timing.ask_ns == (0, 0), "nobody saw any"
-
-
-def test_a_span_costs_what_does_not_depend_on_its_size() -> None:
-    """Layer 0: 30 ns a span and 10 a segment. Layer 1: one size, and too few of another: as much as layer 0."""
-    times = StepTimes(SHAPE)
-    for begin in (0, 100):
-        times.begin(begin)
-        for layer in range(2):
-            times.loaded(layer, 4, 100, has_waited=True)
-            times.ran(layer, True, 10, 20, begin + 30 * (layer + 1))
-    for _ in range(9):
-        for num in (1, 2, 4):
-            times.computed(0, num, 30 + 10 * num)
-        times.computed(0, 3, 60)
-        times.computed(1, 4, 70)
-    times.computed(0, 4, 100_000)
-    times.computed(1, 2, 50)
-    for elapsed_ns in (5, 7, 600):
-        times.asked(1, elapsed_ns)
-    timing = times.timing()
-    assert timing.span_ns == (30, 30) and timing.ask_ns == (7, 7)
-
-
-def test_nothing_is_worked_out_before_spans_of_two_sizes_were_timed_or_many_steps() -> None:
-    """The cost of a span decides whether experts are split at all: without it, they would be."""
-    times = StepTimes(SHAPE)
-    for step in range(18):
-        times.begin(100 * step)
-        for layer in range(2):
-            times.loaded(layer, 4, 100, has_waited=True)
-            times.ran(layer, True, 10, 20, 100 * step + 30 * (layer + 1))
-        assert times.are_enough == (step > 15), "15 times from one step to the next, and one more"
-    others = StepTimes(SHAPE)
-    for step in range(3):
-        others.begin(100 * step)
-        others.loaded(0, 4, 100, has_waited=True)
-        others.ran(0, True, 10, 20, 100 * step + 30)
-    for num in (2, 4):
-        assert others.is_known and not others.are_enough
-        for _ in range(8):
-            others.computed(1, num, 10 * num)
-    assert others.are_enough
-
-
-def test_where_whole_experts_are_kept_again_those_that_are_there_are_computed_together(
-    cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And where halves are kept, one after the other: what each takes is measured."""
-    case, compute, most = cases["mixtral"], LayerCall.compute, 0
-
-    def noted(call: LayerCall, spans: Any) -> None:
-        nonlocal most
-        if call.takes_several and call.work.router.serves_decode:
-            most = max(most, len(spans))
-        compute(call, spans)
-
-    with loaded(case.store, memory="80%", system="moepic:tau=900", segments=4) as model:
-        monkeypatch.setattr(LayerCall, "compute", noted)
-        assert generate(model, case.prompts[:1]) == case.tokens[:1]
-        if not most:
-            pytest.skip("nothing computes several experts in a call here")
-        assert most == 1
-        scheduler = handle(model).engine.scheduler
-        quotas = [4 * max(1, quota // 4) for quota in scheduler.cache.quotas]
-        scheduler.cache.resize(quotas, [4] * len(quotas))
-        scheduler.cache.rearrange(scheduler.upcoming())
-        assert generate(model, case.prompts[:1]) == case.tokens[:1]
-    assert most > 1
-
-
-def test_a_system_that_works_nothing_out_takes_no_times_and_one_that_splits_says_how(cases: Cases) -> None:
-    with loaded(cases["qwen3_moe"].store, memory="50%", system="lcp") as model:
-        assert handle(model).engine.executor.shard.times is None
-    with loaded(cases["qwen3_moe"].store, memory="50%", system="moepic:allocation=split") as model:
-        told = expertly.stats(model).as_dict()["allocation"]
-        assert told["name"] == "split" and {one["theta"] for one in told["split"]} == {0.5}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from expertly.core.headers import TensorSpec, safetensors_header
 from expertly.policies.fmoe import MapStore
-from expertly.policies.learned import VERSION, LearnedState, ModelShape, read_learned, save_learned
+from expertly.policies.learned import VERSION, LearnedState, ModelShape, save_learned
 from expertly.policies.moe_infinity import Matrices
 from expertly.policies.reuse import ReuseModel
 from tests.scheduler.drive import one_token
@@ -26,15 +26,14 @@ def add_random(
     store: MapStore, num_maps: int, seed: int, hidden_size: int | None = 5, first_request: int = 0, each: int = 4
 ) -> None:
     """So many maps, `each` of a request; layer 1 now and then does not run."""
-    rng = np.random.default_rng(seed)
-    shape = store.shape
-    scores = rng.random((num_maps, shape.num_layers, shape.max_experts)).astype(np.float32) ** 3
+    dice, shape = np.random.default_rng(seed), store.shape
+    scores = dice.random((num_maps, shape.num_layers, shape.max_experts)).astype(np.float32) ** 3
     for layer, num_experts in enumerate(shape.num_experts):
         scores[:, layer, num_experts:] = 0
-    did_not_run = rng.random(num_maps) < 0.2
+    did_not_run = dice.random(num_maps) < 0.2
     scores /= scores.sum(axis=-1, keepdims=True)
     scores[did_not_run, 1] = 0
-    embedding = None if hidden_size is None else rng.standard_normal((num_maps, hidden_size)).astype(np.float32)
+    embedding = None if hidden_size is None else dice.standard_normal((num_maps, hidden_size)).astype(np.float32)
     store.add(scores, first_request + np.arange(num_maps) // each, embedding)
 
 
@@ -43,30 +42,6 @@ def make_store(num_maps: int = 15, capacity: int = 20, seed: int = 0, hidden_siz
     if num_maps:
         add_random(store, num_maps, seed, hidden_size)
     return store
-
-
-def assert_same(found: MapStore, expected: MapStore) -> None:
-    """The same maps in the same places; requests are the same groups, under whatever numbers."""
-    assert found.shape == expected.shape
-    one, other = found.state(), expected.state()
-    assert one.keys() == other.keys()
-    for name in one.keys() - {"requests"}:
-        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
-    np.testing.assert_array_equal(_groups(one["requests"]), _groups(other["requests"]))
-
-
-def fresh(learned: LearnedState) -> LearnedState | type[LearnedState]:
-    """What a file of `learned` is read into: nothing has been learned yet."""
-    if isinstance(learned, MapStore):
-        return MapStore(learned.shape, learned.capacity, semantic_weight=learned.semantic_weight, quota=0.5)
-    if isinstance(learned, Matrices):
-        return Matrices(learned.shape, learned.capacity)
-    return ReuseModel(learned.shape.geometry()) if isinstance(learned, ReuseModel) else type(learned)
-
-
-def load_maps(path: str | Path, identity: str | None = None, like: MapStore | None = None) -> MapStore:
-    """Into a store like this one."""
-    return read_learned(Path(path), MapStore if like is None else fresh(like), identity=identity).learned  # type: ignore[return-value]
 
 
 def make_matrices(prefill: int = 4, decode: int = 6, capacity: int = 8, seed: int = 0) -> Matrices:
@@ -87,44 +62,53 @@ def taught(num_tokens: int = 60, seed: int = 0) -> ReuseModel:
     chosen = [dice.sample(range(layer.num_experts), layer.top_k) for layer in geometry.layers]
     for _ in range(num_tokens):
         for number, layer in enumerate(geometry.layers):
-            others = [expert for expert in range(layer.num_experts) if expert not in chosen[number]]
-            chosen[number] = [*chosen[number][1:], dice.choice(others)]
+            rest = [expert for expert in range(layer.num_experts) if expert not in chosen[number]]
+            chosen[number] = [*chosen[number][1:], dice.choice(rest)]
             model.observe(one_token(number, chosen[number]))
     return model
 
 
-def assert_same_state(found: LearnedState, expected: LearnedState) -> None:
-    """The same numbers, for whatever requests."""
-    one, other = found.state(), expected.state()
-    assert one is not None and other is not None and one.keys() == other.keys()
-    assert (found.shape, found.settings()) == (expected.shape, expected.settings())
-    for name in one.keys() - {"requests"}:
-        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+def fresh(learned: LearnedState) -> Any:
+    """What a file of `learned` is read into: nothing has been learned yet."""
+    if isinstance(learned, MapStore):
+        return MapStore(learned.shape, learned.capacity, semantic_weight=learned.semantic_weight, quota=0.5)
+    if isinstance(learned, Matrices):
+        return Matrices(learned.shape, learned.capacity)
+    return ReuseModel(learned.shape.geometry()) if isinstance(learned, ReuseModel) else type(learned)
 
 
-def forged_as(path: Path, learned: LearnedState, change: Any = None, **texts: str | None) -> Path:
-    """A file of what was learned with tensors that `change` changes and other texts in its header."""
+def assert_same_state(state: LearnedState, expected: LearnedState) -> None:
+    """The same numbers in the same places; requests are the same groups, under whatever numbers."""
+    arrays, wanted = state.state(), expected.state()
+    assert arrays.keys() == wanted.keys() and state.shape == expected.shape
+    for name, array in arrays.items():
+        if name == "requests":
+            np.testing.assert_array_equal(array[:, None] == array, wanted[name][:, None] == wanted[name])
+        else:
+            np.testing.assert_array_equal(array, wanted[name], err_msg=name)
+
+
+def forged(path: Path, learned: LearnedState, change: Any = None, **texts: str | None) -> Path:
+    """A file of what was learned with tensors that `change` changes and other texts in its header, less what is
+    None.
+    """
+    path.unlink(missing_ok=True)
     save_learned(path, learned, IDENTITY)
-    tensors = load_file(path)
-    tensors = {name: tensors[name].copy() for name in learned.tensors if name in tensors}
+    tensors = {name: array.copy() for name, array in load_file(path).items()}
+    tensors = {name: tensors[name] for name in learned.tensors if name in tensors}
     if change is not None:
         change(tensors)
-    said: dict[str, str | None] = {
+    metadata: dict[str, str | None] = {
         "format": f"expertly-{learned.kind}",
         "version": str(VERSION),
         "identity": IDENTITY,
         "shape": json.dumps({"num_experts": learned.shape.num_experts, "top_k": learned.shape.top_k}),
-        "settings": json.dumps(learned.settings()),
         "about": "{}",
     }
-    return forged(path, tensors, said | texts)
-
-
-def forged(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str | None]) -> Path:
-    """A file of these tensors and this metadata, less what is None."""
-    names = {"int64": "I64", "int32": "I32", "uint16": "U16", "float16": "F16", "float32": "F32"}
+    metadata |= texts
+    names = {"int64": "I64", "int32": "I32", "float16": "F16", "float32": "F32"}
     specs = [TensorSpec(name, names[str(array.dtype)], array.shape) for name, array in tensors.items()]
-    header = safetensors_header(specs, {key: value for key, value in metadata.items() if value is not None})
+    header = safetensors_header(specs, {key: text for key, text in metadata.items() if text is not None})
     path.write_bytes(header + b"".join(array.tobytes() for array in tensors.values()))
     return path
 
@@ -151,7 +135,3 @@ def mutations(whole: bytes, num: int) -> Iterator[bytes]:
             else:
                 changed[dice.randrange(8, used)] = dice.choice(b'0123456789"[]{},:.-eaF')
         yield bytes(changed)
-
-
-def _groups(requests: np.ndarray) -> np.ndarray:
-    return requests[:, None] == requests[None]

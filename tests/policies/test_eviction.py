@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 
-from expertly.policies.eviction import EvictionPolicy, ScoredPolicy
+from expertly.policies.eviction import DenseScoredPolicy, EvictionPolicy, ScoredPolicy
 from expertly.policies.fmoe import FMoEEviction
 from expertly.policies.known import Known
+from expertly.policies.moe_infinity import EPSILON, EAMEviction
 from expertly.policies.registry import EVICTIONS
 from expertly.policies.static import Static, StaticOptions
 from expertly.testing import EVICTION_CHECKS
@@ -16,7 +19,7 @@ from expertly.testing.made_up import KNOWN
 from tests.scheduler.drive import geometry
 from tests.tables import seeds
 
-SHAPE = geometry(layers=16, experts=64)
+SHAPE, SMALL = geometry(layers=16, experts=64), geometry(layers=4, experts=6, top_k=2)
 
 
 @pytest.fixture(params=EVICTIONS)
@@ -41,19 +44,26 @@ class Stated(ScoredPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stated: dict[int, float] = {}
-
-    def used(self, experts, num_tokens, batch_tokens) -> None:
-        """Nothing is learned."""
+        self.stated = np.zeros(300)
 
     def score(self, expert: int) -> float:
-        return self.stated.get(expert, 0.0)
+        return float(self.stated[expert])
 
 
+class DenselyStated(DenseScoredPolicy):
+    def __init__(self) -> None:
+        super().__init__(300)
+        self.stated = np.zeros(300)
+
+    def all_scores(self) -> np.ndarray:
+        return self.stated
+
+
+@pytest.mark.parametrize("kind", [Stated, DenselyStated])
 @pytest.mark.parametrize("seed", seeds(3, 6))
-def test_scored_victims_are_those_of_sorting_whatever_happened_before(seed: int) -> None:
+def test_scored_victims_are_those_of_sorting_whatever_happened_before(seed: int, kind: Any) -> None:
     """Scores that rise, fall and come back; experts that go and return; questions read to any depth."""
-    dice, policy, kept = random.Random(seed), Stated(), set[int]()
+    dice, policy, kept = random.Random(seed), kind(), set[int]()
     num, values = dice.choice([6, 90, 300]), dice.choice([3, 1000])
     for expert in dice.sample(range(num), num * 2 // 3):
         kept.add(expert)
@@ -71,7 +81,8 @@ def test_scored_victims_are_those_of_sorting_whatever_happened_before(seed: int)
             policy.rescore([expert])
         else:
             protected = set(dice.sample(range(num), dice.randint(0, num // 2)))
-            expected = sorted((policy.score(e), e) for e in kept if e not in protected)
+            expected = sorted((policy.stated[e], e) for e in kept if e not in protected)
+            assert policy.scores([*kept]) == [policy.stated[e] for e in kept]
             depth = dice.choice([0, 1, 2, 3, 5, 9, len(expected) + 1 if dice.random() < 0.1 else 4])
             asked = policy.scored_victims(protected)
             for wanted, got in zip(expected[:depth], asked, strict=False):
@@ -114,6 +125,55 @@ def test_fmoe_is_the_papers_formula() -> None:
             for expert in got[:3]:
                 kept.remove(expert)
                 policy.removed(expert)
+
+
+def priorities(likely: np.ndarray) -> list[float]:
+    """Algorithm 1, lines 11 and 12, an expert at a time."""
+    found = []
+    for layer, row in enumerate(likely):
+        total = row.sum() or EPSILON
+        found += [(p + EPSILON) * (1 - layer / len(likely)) / total for p in row]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_eam_is_in_lock_step_with_algorithm_1(seed: int) -> None:
+    """Whatever is admitted, removed and said in between."""
+    dice, numbers = random.Random(seed), np.random.default_rng(seed)
+    policy, kept, likely = EAMEviction(SMALL), set[int](), np.zeros((4, 6))
+    for _ in range(300):
+        what = dice.choice(["admit", "remove", "say", "ask"])
+        if what == "admit" and len(kept) < 24:
+            expert = dice.choice([one for one in range(24) if one not in kept])
+            kept.add(expert)
+            policy.admitted(expert)
+        elif what == "remove" and kept:
+            expert = dice.choice(sorted(kept))
+            kept.remove(expert)
+            policy.removed(expert)
+        elif what == "say":
+            likely = np.round(numbers.random((4, 6)) * (numbers.random((4, 6)) < 0.5), 6)
+            likely[dice.randrange(4)] = 0
+            policy.expected(tuple(likely.ravel().tolist()))
+        expected = priorities(likely)
+        protected = set(dice.sample(range(24), 5))
+        wanted = sorted((expected[expert], expert) for expert in kept - protected)
+        found = list(policy.scored_victims(protected))
+        assert [expert for _, expert in found] == [expert for _, expert in wanted]
+        assert [score for score, _ in found] == pytest.approx([score for score, _ in wanted])
+
+
+def test_eam_goes_by_rows_of_single_layers_until_an_outlook_comes() -> None:
+    """So that it works with any predictor of probabilities."""
+    policy = EAMEviction(SMALL)
+    for expert in (6, 7, 8):
+        policy.admitted(expert)
+    policy.predicted(6, [0.1, 0.6, 0.3, 0.0, 0.0, 0.0])
+    assert list(policy.victims(())) == [6, 8, 7]
+    policy.expected((*([0.0] * 6), 0.6, 0.3, 0.1, *([0.0] * 15)))
+    assert list(policy.victims(())) == [8, 7, 6]
+    policy.predicted(6, [0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    assert list(policy.victims(())) == [8, 7, 6], "an outlook is what was said last of the whole model"
 
 
 def test_static_learns_popularity_from_the_first_tokens_then_stays() -> None:

@@ -74,9 +74,7 @@ def test_an_entry_point_that_fails_is_an_error_for_who_asks_for_it(
     give(monkeypatch, ("lost", "nowhere.to_be:FOUND"), ("text", f"{outside}:TEXT"), ("seven", f"{outside}:NUMBER"))
     found = numbers(one=1)
     assert list(found) == ["one", "seven"]
-    with pytest.raises(
-        ConfigError, match=r"number='lost' \(nowhere.to_be:FOUND of .*cannot be loaded \(ModuleNotFound"
-    ):
+    with pytest.raises(ConfigError, match=r"number='lost' \(nowhere.to_be:FOUND of .*cannot be loaded \(ModuleNot"):
         found["lost"]
     with pytest.raises(ConfigError, match=r"number='text' .*: is of type str; accepted: a number"):
         "text" in found  # noqa: B015 - asking is enough

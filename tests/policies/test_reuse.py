@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
-import threading
 from ctypes import PyDLL
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,21 +16,11 @@ from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.policies import reuse
 from expertly.policies.registry import EVICTIONS
-from expertly.policies.reuse import (
-    NEAR_DISCOUNT,
-    LayerReuse,
-    Reuse,
-    ReuseModel,
-    compiled_reuse,
-    num_weights,
-    state_of,
-)
+from expertly.policies.reuse import NEAR_DISCOUNT, ReuseModel, compiled_reuse
 from tests.scheduler.drive import geometry, one_token, run_layer, scheduler
 from tests.tables import seeds
 
 LAYERS, EXPERTS = 3, 16
-
-
 SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)
 
 
@@ -59,11 +47,6 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PyDLL | Non
         found[name] = compiled_reuse(compile_into(tmp_path_factory.mktemp(name), SOURCE.read_text(), compiler))
         assert found[name] is not None
     return found
-
-
-@pytest.fixture
-def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse, "compiled_reuse", lambda: None)
 
 
 def prompt(layer: int, dice: random.Random, tokens: int = 40) -> RouterRan:
@@ -110,7 +93,7 @@ def _taught() -> tuple[ReuseModel, list[float]]:
 def taught() -> ReuseModel:
     """One that goes on from what 1499 tokens taught of what layer 1 needs."""
     model = ReuseModel(SHAPE)
-    model.restore(state_of(_taught()[0]))
+    model.restore(_taught()[0].state())
     return model
 
 
@@ -158,12 +141,12 @@ def test_compiled_it_computes_the_same(
                 np.testing.assert_allclose(models["plain"].worth(), expected, rtol=1e-4, atol=1e-5)
                 np.testing.assert_array_equal(models["plain"].worth(), models["fastest"].worth())
         if step == 300:
-            state = state_of(models["plain"])
+            state = models["plain"].state()
             for model in models.values():
                 model.restore(state)
-    for name, expected in state_of(models["numpy"]).items():
+    for name, expected in models["numpy"].state().items():
         for library in COMPILERS:
-            np.testing.assert_allclose(state_of(models[library])[name], expected, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(models[library].state()[name], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_library_of_another_version_or_none_at_all_is_left_alone(tmp_path: Path) -> None:
@@ -180,11 +163,11 @@ def test_a_library_of_another_version_or_none_at_all_is_left_alone(tmp_path: Pat
 def test_prompts_teach_nothing_but_what_was_used_lately() -> None:
     dice, model = random.Random(4), ReuseModel(SHAPE)
     ranks(model, told_by_another(100, 5))
-    before = state_of(model)["weights"]
+    before = model.state()["weights"]
     for _ in range(60):
         for layer in range(LAYERS):
             model.observe(prompt(layer, dice))
-    np.testing.assert_array_equal(state_of(model)["weights"], before)
+    np.testing.assert_array_equal(model.state()["weights"], before)
     new = ReuseModel(SHAPE)
     new.observe(RouterRan(1, [2, 6], [1, 39], [False, False], 40))
     assert values(new, 1).argsort()[-2:].tolist() == [2, 6]
@@ -207,8 +190,6 @@ def test_with_many_experts_a_layer_looks_at_fewer_others(experts: int, looked_at
     assert model._arithmetic.weights[4].shape == (experts, looked_at * experts)
     model.observe(one_token(4, [1, 2]))
     assert model.worth()[4 * experts + 1] > model.worth()[4 * experts + 3]
-    state = model.state()
-    assert state is not None and len(state["weights"]) == num_weights([experts] * 9)
 
 
 # -- what is kept of it ---------------------------------------------------------------------------------------------
@@ -216,9 +197,8 @@ def test_with_many_experts_a_layer_looks_at_fewer_others(experts: int, looked_at
 
 def test_a_new_model_goes_on_with_what_another_learned() -> None:
     model, other = taught(), ReuseModel(SHAPE)
-    state = model.state()
-    assert state is not None and state["tokens"].tolist() == [1499] * 3
-    other.restore(state)
+    assert model.state()["tokens"].tolist() == [1499] * 3
+    other.restore(model.state())
     of_other, of_new = (np.mean(ranks(one, told_by_another(200, 1))) for one in (other, ReuseModel(SHAPE)))
     assert of_other > 0.88 > 0.7 > of_new
     assert other.num_learned == 1499 + 199
@@ -227,7 +207,6 @@ def test_a_new_model_goes_on_with_what_another_learned() -> None:
 def test_rates_are_copies() -> None:
     model = taught()
     state = model.state()
-    assert state is not None
     before = {name: array.copy() for name, array in state.items()}
     ranks(model, told_by_another(50, 2))
     other = ReuseModel(SHAPE)
@@ -235,41 +214,6 @@ def test_rates_are_copies() -> None:
     ranks(other, told_by_another(50, 2))
     for name, array in before.items():
         np.testing.assert_array_equal(state[name], array)
-
-
-def test_one_that_was_interrupted_while_it_learned_has_nothing_to_give(
-    monkeypatch: pytest.MonkeyPatch, in_numpy: None
-) -> None:
-    model, learn = taught(), LayerReuse._follow
-    assert model.state() is not None
-
-    def interrupted(layer: LayerReuse, *args: Any) -> None:
-        learn(layer, *args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LayerReuse, "_follow", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            ranks(model, told_by_another(50, 3))
-    assert model.state() is None
-    ranks(model, told_by_another(50, 4))
-    assert model.state() is None, "what was half done is never known to be whole again"
-
-
-def test_another_thread_never_sees_it_half_changed(monkeypatch: pytest.MonkeyPatch, in_numpy: None) -> None:
-    """One that looks while a layer learns gets nothing; one that looks between two layers gets it whole."""
-    model, follow, seen = taught(), LayerReuse._follow, []
-
-    def looked_at(layer: LayerReuse, *args: Any) -> None:
-        looker = threading.Thread(target=lambda: seen.append(model.state()))
-        looker.start()
-        looker.join()
-        follow(layer, *args)
-
-    monkeypatch.setattr(LayerReuse, "_follow", looked_at)
-    ranks(model, told_by_another(40, 5))
-    assert len(seen) >= 3 and seen == [None] * len(seen)
-    assert model.state() is not None
 
 
 # -- the eviction policy --------------------------------------------------------------------------------------------
@@ -324,32 +268,6 @@ def test_where_all_are_kept_nothing_is_learned() -> None:
     assert other.score(3) == 0.0
     other.needed([3], one_token(0, [3]))
     assert other.score(3) > 0.0
-
-
-@pytest.mark.parametrize("seed", seeds(2, 4))
-def test_victims_are_those_of_sorting(seed: int) -> None:
-    """Of hundreds that are kept, with equal scores among them, read to any depth."""
-    dice = random.Random(seed)
-    shape = geometry(layers=12, experts=64, top_k=4)
-    policy, kept = Reuse.make(shape, 300), set[int]()
-    for _ in range(60):
-        layer = dice.randrange(12)
-        experts = dice.sample(range(64), 4)
-        policy.needed([layer * 64 + expert for expert in experts], one_token(layer, experts))
-        for expert in dice.sample(range(12 * 64), 40):
-            if expert in kept:
-                kept.remove(expert)
-                policy.removed(expert)
-            else:
-                kept.add(expert)
-                policy.admitted(expert)
-        protected = set(dice.sample(sorted(kept), min(len(kept), dice.choice([0, 3, 30]))))
-        worth = policy.model.worth()
-        expected = sorted((float(worth[e]), e) for e in kept if e not in protected)
-        depth = dice.choice([1, 5, 40, len(expected)])
-        asked = policy.scored_victims(protected)
-        assert [one for one, _ in zip(asked, range(depth), strict=False)] == expected[:depth]
-        assert policy.score(7) == float(worth[7])
 
 
 def test_a_prompt_takes_nothing_from_the_layers_that_it_has_yet_to_reach() -> None:

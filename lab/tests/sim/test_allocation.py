@@ -10,7 +10,7 @@ import pytest
 from expertly.core.costs import Link
 from expertly.core.geometry import LayerGeometry, fitting_segments
 from expertly.policies.known import Known
-from expertly.policies.reuse import ReuseModel, state_of
+from expertly.policies.reuse import ReuseModel
 from expertly.scheduler.systems import SYSTEMS, get_system
 from expertly_lab.sim.schedule import Selection, make_schedule
 from expertly_lab.sim.study import BOUNDS, Memory
@@ -153,7 +153,7 @@ def test_a_training_part_teaches_once_and_only_who_asks(tmp_path: Path) -> None:
         assert learning.known(SYSTEMS[system], geometry, Known()) == Known()
     assert TrainingPart(trace, []).known(SYSTEMS["expertly"], geometry, Known()) == Known()
     model = ReuseModel(geometry)
-    model.restore(state_of(taught))
+    model.restore(taught.state())
     for layer in range(3):
         model.observe(one_token(layer, [0, 1]))
     used = np.zeros((3, 12))

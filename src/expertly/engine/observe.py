@@ -318,8 +318,6 @@ class Prefetching:
         if self.collector.is_open:
             self.collector.end()
             self._prefetcher.end_iteration(ok)
-        if self.saved is not None and self.error is None:
-            self.saved.pass_ended()
 
     def close(self) -> None:
         """Write what was learned, unless the predictor failed. Raises StoreError where a file that the user named

@@ -167,8 +167,6 @@ class Engine:
         with self._deferred_interrupts:
             if self.prefetching is not None:
                 self.prefetching.end_iteration(ok)
-            if self.reuse is not None:
-                self.reuse.pass_ended()
         if info is None or not ok:
             return
         is_real = True if info.is_pad is None else ~info.is_pad

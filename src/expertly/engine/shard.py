@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -138,7 +137,7 @@ class Shard:
         if self.times is not None:
             now = self.device.stamp()
             self.moments.note(now, now, [], self.times.begin)
-            if self.scheduler.allocation.is_due and self.times.are_enough:
+            if self.scheduler.allocation.is_due and self.times.is_known:
                 self.scheduler.configure(self.times.timing())
 
     def begin_early(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, *, is_seen: bool) -> Early | None:
@@ -218,12 +217,7 @@ class Shard:
     ) -> None:
         """Run a layer, and take the times of a decode step's parts that the configurator needs."""
         transport, router = _MeasuredTransport(self.device), work.router
-        compute = _using(self.device, call.compute)
-        keeps_parts = self.scheduler.cache.tops[router.layer] < self.geometry.segments_per_expert
-        in_parts = keeps_parts and False not in router.is_decode
-        if in_parts:  # what a span costs matters where experts come in several
-            compute = self._timed(compute, times)
-        together = call.takes_several and not in_parts
+        compute, together = _using(self.device, call.compute), call.takes_several
         run_layer(self.scheduler, transport, router, compute, self.prefetcher, routed, together=together)
         if transport.num_segments:
 
@@ -232,19 +226,6 @@ class Shard:
                 times.loaded(router.layer, transport.num_segments, end_ns - begin_ns, has_waited=has_waited)
 
             self.moments.note(transport.asked, transport.arrived, self.device.waits, loaded)
-            times.asked(router.layer, transport.asking_ns)
-
-    def _timed(self, use: Callable[[Sequence[Span]], None], times: StepTimes) -> Callable[[Sequence[Span]], None]:
-        """`use` for one span at a time, and a note of how long each took."""
-        stamp, note = self.device.stamp, self.moments.note
-
-        def measured(spans: Sequence[Span]) -> None:
-            (span,) = spans
-            begin = stamp()
-            use(spans)
-            note(begin, stamp(), [], lambda begin, end, _: times.computed(span.layer, span.num_segments, end - begin))
-
-        return measured
 
     def settle(self) -> None:
         """Count the times that the device has reached by now."""
@@ -305,18 +286,15 @@ class _MeasuredTransport:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.prefetch, self.cancel = device.prefetch, device.cancel
-        self.asking_ns = 0  # that `submit` took
         self.asked: Any = None  # stamp of the first `submit`
         self.arrived: Any = None  # stamp of the last arrival
         self.has_waited = False  # for the last arrival
         self.num_segments = 0  # that have arrived since `asked`
 
     def submit(self, spans: Sequence[Span]) -> None:
-        start = time.perf_counter_ns()
         if self.asked is None:
             self.asked = self._device.stamp()
         self._device.submit(spans)
-        self.asking_ns += time.perf_counter_ns() - start
 
     def poll(self) -> Span | None:
         span = self._device.poll()

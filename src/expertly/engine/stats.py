@@ -110,7 +110,6 @@ def _of_prediction(prefetching: Prefetching) -> dict[str, Any]:
         "history": ("warm" if was_read else "cold") if prefetching.predictor.is_taught() else None,
         "maps_file": None if saved is None else str(saved.path),
         "maps_read": 0 if saved is None else saved.num_read,
-        "maps_failed_writes": 0 if saved is None else saved.num_failed_writes,
         "maps_problem": None if saved is None else saved.problem,
     }
 

@@ -23,17 +23,11 @@ class Allocation(Policy, ABC):
     """
 
     family = "allocation"
-    keeps: ClassVar[bool] = True
-    """Whether layers keep anything."""
-    needs_layers: ClassVar[bool] = False
-    """Whether it works with one cache a layer only."""
-    splits: ClassVar[bool] = False
-    """Whether it may keep parts of experts."""
-    is_configured: ClassVar[bool] = False
-    """Whether it goes by the times of a decode step: then `is_due` at times."""
-
-    is_online = False
-    """Whether `ran` and `predicted` are called."""
+    keeps: ClassVar[bool] = True  # whether layers keep anything
+    needs_layers: ClassVar[bool] = False  # whether it works with one cache a layer only
+    splits: ClassVar[bool] = False  # whether it may keep parts of experts
+    is_configured: ClassVar[bool] = False  # whether it goes by the times of a decode step: then `is_due` at times
+    is_online = False  # whether `ran` and `predicted` are called
 
     def __init__(self, geometry: Geometry, options: Any = PolicyOptions(), known: Known = NOTHING) -> None:
         self.geometry = geometry
@@ -126,8 +120,8 @@ def equal_quotas(geometry: Geometry, totals: Sequence[int], segments_per_expert:
 def uniform_quotas(geometry: Geometry, kept_slots: Sequence[int], top: int | None = None) -> list[int]:
     """Equal quotas of whole experts, or of tops of `top` segments; then the remainder.
 
-    A layer whose quota ends within an expert keeps a part of one, which leaves a hole in a block of slots. One such
-    layer a class is harmless; one in every layer left no whole block (3.5 spans an expert instead of 1, at P = 4).
+    A layer whose quota ends within an expert leaves a hole in a block of slots. One such layer a class is harmless; one
+    in every layer left no whole block (3.5 spans an expert instead of 1, at P = 4).
     """
     top = top or geometry.segments_per_expert
     experts = equal_quotas(geometry, [slots // top for slots in kept_slots], 1)

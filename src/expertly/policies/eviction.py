@@ -25,14 +25,10 @@ class EvictionPolicy(Policy, ABC):
     """
 
     family = "eviction"
-    needs_future: ClassVar[bool] = False
-    """Whether it needs the future, so that it runs in simulations only."""
-    needs_probabilities: ClassVar[bool] = False
-    """Whether it needs predicted probabilities."""
-    needs_best: ClassVar[bool] = False
-    """Whether it must be told what is needed before that is kept, as the admission `best` does."""
-    is_sized: ClassVar[bool] = False
-    """Whether it depends on the capacity that it was made for, which must not change then."""
+    needs_future: ClassVar[bool] = False  # it runs in simulations only
+    needs_probabilities: ClassVar[bool] = False  # predicted ones
+    needs_best: ClassVar[bool] = False  # to be told what is needed before that is kept, as the admission `best` does
+    is_sized: ClassVar[bool] = False  # it depends on the capacity that it was made for, which must not change then
 
     @classmethod
     def of_model(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
@@ -148,8 +144,8 @@ class DenseScoredPolicy(ScoredPolicy):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
+        # 0 for kept experts: added to scores, it leaves only these finite.
         self._barrier = np.full(num_experts, np.inf, np.float32)
-        """0 for kept experts: added to scores, it leaves only these finite."""
 
     @abstractmethod
     def all_scores(self) -> npt.NDArray[np.floating[Any]]:

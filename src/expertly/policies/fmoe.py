@@ -24,15 +24,13 @@ from expertly.policies.prefetch import PrefetchOrder
 from expertly.policies.similarity import TIE, RunningCosines, inverse_root
 
 Slots = npt.NDArray[np.intp]
+Requests = npt.NDArray[np.int64]
 
 # -- 4.1, 4.4: expert maps and their store ----------------------------------------------------------------------------
 
 MAX_EMBEDDING = 1 << 20
-_ROUNDING = 1e-3
-"""How far above 1 probabilities, and numbers of embeddings, of a file may be."""
-
-MAX_REDUNDANCIES = 1 << 22
-"""Redundancy scores that are held at a time."""
+MAX_REDUNDANCIES = 1 << 22  # redundancy scores that are held at a time
+_ROUNDING = 1e-3  # how far above 1 probabilities, and numbers of embeddings, of a file may be
 
 
 class MapStore(LearnedState):
@@ -63,21 +61,16 @@ class MapStore(LearnedState):
         self.max_of_request = max(1, int(quota * capacity))
         self.num_maps = 0
         self.generation = 0  # counts changes
-        num_layers, num_experts = shape.num_layers, shape.max_experts
         # Zeroed pages take no memory before they are written to.
-        self.maps: Floats = np.zeros((num_layers, capacity, num_experts), np.float32)  # [L, C, E]
-        self.squares: Floats = np.zeros((num_layers, capacity), np.float32)  # [L, C] squared length of a map's layer
+        self.maps: Floats = np.zeros((shape.num_layers, capacity, shape.max_experts), np.float32)  # [L, C, E]
+        self.squares: Floats = np.zeros((shape.num_layers, capacity), np.float32)  # [L, C] squared length of a layer
         self.embeddings: Floats | None = None  # [C, H] of length 1; zeros for a map without. None before the first one
-        self.requests: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
+        self.requests: Requests = np.zeros(capacity, np.int64)
         self.born: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)  # [C] counts insertions: the newest is highest
         self._num_added = 0
 
     def add(
-        self,
-        scores: Floats,
-        requests: npt.NDArray[np.int64],
-        embedding: Floats | None = None,
-        search: Search | None = None,
+        self, scores: Floats, requests: Requests, embedding: Floats | None = None, search: Search | None = None
     ) -> None:
         """Add maps of T iterations, one after the other: scores [T, L, E], requests [T], embedding [T, H].
         `search` has observed all of them, and the store has not changed since. Rows that are not finite are left out.
@@ -122,7 +115,7 @@ class MapStore(LearnedState):
             redundancy += self.semantic_weight * with_each_other(search.semantics, embedding)
         return redundancy
 
-    def _place(self, requests: npt.NDArray[np.int64], redundancy: Floats) -> tuple[Slots, Slots]:
+    def _place(self, requests: Requests, redundancy: Floats) -> tuple[Slots, Slots]:
         """While there is room a map takes a free slot; then the slot of the one that is most redundant to it, the
         oldest of equals; a request at its quota replaces the most redundant of its own. Returns the slots that change,
         and which of the new maps each of them has in the end.
@@ -151,8 +144,6 @@ class MapStore(LearnedState):
         if self.embeddings is not None:
             self.embeddings[slots] = 0.0 if embedding is None else embedding
 
-    # -- as a file keeps it ------------------------------------------------------------------------------------
-
     @property
     def num_learned(self) -> int:
         return self.num_maps
@@ -161,7 +152,7 @@ class MapStore(LearnedState):
         return {"C": (0, self.capacity), "H": (1, MAX_EMBEDDING)}
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
-        """The filled part: maps [L, n, E], requests [n], born [n], and embeddings [n, H] if any."""
+        """The filled part: born [n], requests [n], maps [L, n, E], and embeddings [n, H] if any."""
         n = self.num_maps
         state: dict[str, npt.NDArray[Any]] = {"born": self.born[:n], "requests": self.requests[:n]}
         state["maps"] = self.maps[:, :n]
@@ -192,15 +183,14 @@ class NearestMaps(NamedTuple):
 
 
 class Search:
-    """The similarity of one iteration's T rows to every map of a store, [T, n], updated a layer at a time: a layer
-    costs O(T * n * E), whichever it is. Valid until the store changes.
+    """The similarity of one iteration's T rows to every map of a store, [T, n], updated a layer at a time. Valid until
+    the store changes.
     """
 
     def __init__(self, store: MapStore, num_rows: int) -> None:
         self.store = store
         self.num_maps = store.num_maps  # stored maps that are searched
-        self.semantics: Floats | None = None
-        """What `semantic` returned."""
+        self.semantics: Floats | None = None  # what `semantic` returned
         self._running = RunningCosines(num_rows, store.num_maps)
 
     def semantic(self, embedding: Floats) -> Floats | None:
@@ -241,8 +231,9 @@ class Search:
 
 # -- 4.3: the predictor; similarity-aware selection, equations 6 to 8 -------------------------------------------------
 
-MAX_SCORES = 1 << 22
-"""Similarities that one pass may hold. Of more than 2^22 / capacity rows so many are matched, evenly spread."""
+MAX_SCORES = (
+    1 << 22
+)  # similarities that one pass may hold: of more than 2^22 / capacity rows so many are matched, evenly
 
 Select = Literal["delta", "top-k"]
 
@@ -260,7 +251,7 @@ class FMoEOptions(PolicyOptions):
 class _MatchedPass:
     """What an iteration has shown of the rows that are matched."""
 
-    def __init__(self, began: Began, shape: ModelShape, max_rows: int, has_embedding: bool) -> None:
+    def __init__(self, began: Began, shape: ModelShape, max_rows: int, *, has_embedding: bool) -> None:
         num_rows = len(began.requests)
         self.num_rows = num_rows  # as they come
         self.rows = slice(None) if num_rows <= max_rows else np.linspace(0, num_rows - 1, max_rows).astype(np.intp)
@@ -279,12 +270,11 @@ class FMoE(Predictor):
     """Predicts the first d layers when an iteration begins, by its embedding, and all layers from l+d on (`reach=one`:
     that alone) when the router of layer l ran, by the layers so far. Each row is matched by itself. The prediction is
     the union of what the rows select, by the highest probability; its confidence is the mean similarity of their
-    matches. Of a farther layer than l+d a prediction is made only where it differs from the newest one, which still
-    holds. Of a prompt, whose rows together name most experts, layer l+d alone is predicted.
+    matches. Of a layer beyond l+d only a prediction that differs from its newest is made. Of a prompt, whose rows
+    together name most experts, layer l+d alone is predicted.
 
     The maps of a pass are added if it ends well and no layer was left out. In a model of two stacks each stack is a
-    pass of its own; its maps are 0 in the other stack's layers. `distance` d is at most L - 1. Raises ConfigError where
-    it is below 1.
+    pass of its own; its maps are 0 in the other stack's layers.
     """
 
     name = "fmoe"
@@ -311,17 +301,15 @@ class FMoE(Predictor):
         return self._store
 
     def begin_iteration(self, began: Began) -> Iterator[Prediction]:
-        """Semantic search. Without stored maps or embeddings nothing is predicted."""
-        now = self._pass = _MatchedPass(began, self._shape, self._max_rows, self._options.semantic)
+        """Semantic search."""
+        now = self._pass = _MatchedPass(began, self._shape, self._max_rows, has_embedding=self._options.semantic)
         self._search = Search(self._store, len(now.requests))
         if now.embedding is None or not len(now.requests):
             return iter(())
         return self._predict(now, "semantic", self._search.semantic(now.embedding), now.layers[: self._distance], -1)
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        """Trajectory search over the layers seen. Ignored if the number of rows is not that of the pass's beginning, as
-        in another stack of the model.
-        """
+        """Trajectory search over the layers seen. Layers of another stack are ignored."""
         now, scores, layer = self._pass, routed.scores, routed.router.layer
         if now is None or scores is None or not len(scores) == now.num_rows > 0:
             return iter(())
@@ -415,14 +403,12 @@ def by_falling(named: Floats) -> list[tuple[list[int], list[float]]]:
 
 # -- 4.5: eviction and prefetch priorities ----------------------------------------------------------------------------
 
-LEAST = 1e-6
-"""The least p, and the p of layers without a map, where frequency alone decides."""
+LEAST = 1e-6  # the least p, and the p of layers without a map, where frequency alone decides
 
 
 class FMoEEviction(DenseScoredPolicy):
     """Evicts the highest 1 / (p x freq). p is the expert's probability in the newest map found for its layer. `freq`
-    starts at 1 and counts visits: passes in which a layer asked the cache for the expert, whether it was there or not.
-    It persists after eviction.
+    starts at 1, counts passes in which a layer asked the cache for the expert, and persists after eviction.
     """
 
     name = "fmoe"

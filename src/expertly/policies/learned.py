@@ -1,8 +1,5 @@
-"""What policies learn, and the one file format that keeps it: safetensors, with a header of texts that says of which
-kind, model and settings it is.
-
-A file is replaced as a whole, and the last writer wins. It is read as hostile input: everything that its header says is
-checked before memory is allocated for it.
+"""What policies learn, and the one file format that keeps it: safetensors, whose header says of which kind and model it
+is. A file is read as hostile input: its header is checked before memory is allocated for what it names.
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -30,9 +27,10 @@ from expertly.core.headers import (
     parse_safetensors_header,
     safetensors_header,
 )
-from expertly.core.untrusted import LEARNED, check_value, open_file
+from expertly.core.untrusted import LEARNED, check_value, parse_as, reading
 
 VERSION = 2
+"""Of the format, and of the constants that weights depend on."""
 MAX_LAYERS, MAX_EXPERTS, MAX_CAPACITY = 4096, 0xFFFE, 1 << 20
 _ANY = 0, MAX_CAPACITY  # numbers of a dimension
 MAX_NBYTES = LEARNED.nbytes  # that a state may take in memory, too: a small file must not claim all there is
@@ -116,23 +114,19 @@ class LearnedState(ABC):
     def num_learned(self) -> int: ...
 
     @abstractmethod
-    def state(self) -> dict[str, Array] | None:
-        """Its arrays, which may be views; None where an interrupt left them half changed."""
+    def state(self) -> dict[str, Array]:
+        """Its arrays, which may be views."""
         ...
 
     @abstractmethod
     def restore(self, arrays: Arrays) -> None:
-        """Continue from the `state` of another, whose arrays are as `tensors`, `sizes` and `settings` say; nothing has
-        been learned yet. Raises ConfigError, before anything changes, where the arrays contradict each other.
+        """Continue from the `state` of another, whose arrays are as `tensors` and `sizes` say; nothing has been learned
+        yet. Raises ConfigError, before anything changes, where the arrays contradict each other.
         """
         ...
 
     def sizes(self) -> Sizes:
         """Bounds of dimensions; others may have 0 to MAX_CAPACITY numbers."""
-        return {}
-
-    def settings(self) -> dict[str, Any]:
-        """What must be the same where a file is written and where it is read, as JSON has it."""
         return {}
 
 
@@ -144,29 +138,25 @@ class LearnedFile(Generic[AnyState]):
     """A file that has been read whole."""
 
     path: Path
-    nbytes: int
     identity: str  # of the model, as its packed store has it
     about: Facts  # created, source, ...
     learned: AnyState
 
 
 def save_learned(path: Path, learned: LearnedState, identity: str, about: Facts | None = None) -> None:
-    """Replace the file at `path`. `identity` is the model's; `about` are more facts for the header, as JSON. After a
-    crash the file is what it was before. Raises StoreError where it cannot be written, or the state holds numbers that
-    cannot have been learned.
+    """Replace the file at `path` as a whole. `identity` is the model's; `about` are more facts for the header, as JSON.
+    Raises StoreError where it cannot be written, or the state holds numbers that cannot have been learned.
     """
     state, tensors = learned.state(), learned.tensors
-    assert state is not None, "it is half changed"
     _check_numbers(path, learned, state)
-    kept = {name: np.ascontiguousarray(state[name], _NUMPY[tensors[name].dtype]) for name in tensors if name in state}
-    shape = {"num_experts": learned.shape.num_experts, "top_k": learned.shape.top_k}
-    texts = {"shape": shape, "settings": learned.settings(), "about": dict(about or {})}
+    arrays = {name: np.ascontiguousarray(state[name], _NUMPY[tensors[name].dtype]) for name in tensors if name in state}
+    texts = {"shape": asdict(learned.shape), "about": dict(about or {})}
     metadata = {"format": f"expertly-{learned.kind}", "version": str(VERSION), "identity": identity}
     metadata |= {name: json.dumps(value, separators=(",", ":"), allow_nan=False) for name, value in texts.items()}
-    specs = [TensorSpec(name, tensors[name].dtype, array.shape) for name, array in kept.items()]
+    specs = [TensorSpec(name, tensors[name].dtype, array.shape) for name, array in arrays.items()]
     with disk_errors(path.parent, f"writing {path.name}", StoreError, ""), replacing(path, MARK) as file:
         file.write(safetensors_header(specs, metadata))
-        for array in kept.values():
+        for array in arrays.values():
             file.write(_bytes_of(array))
 
 
@@ -178,10 +168,10 @@ def read_learned(
     place of the state's own.
 
     Raises StoreError naming the file, the field, its value and what is accepted: a file that is missing, truncated, of
-    another kind, version, model or settings, or that holds what the state cannot have learned.
+    another kind, version or model, or that holds what the state cannot have learned.
     """
     try:
-        with open_file(path, StoreError) as file:
+        with reading(path, StoreError) as file:
             nbytes = os.fstat(file.fileno()).st_size
             if nbytes > LEARNED.nbytes:
                 raise StoreError(f"{path}: {nbytes} bytes; accepted: {LEARNED.nbytes}")
@@ -189,6 +179,8 @@ def read_learned(
             infos = parse_safetensors_header(path, raw, StoreError, nbytes)
             texts = header_metadata(path, raw, StoreError)
             learned = _fitting(path, texts, accepted, identity)
+            about = parse_as(dict[str, Any], texts.get("about", ""), f"{path}: about", StoreError)
+            check_value(about, f"{path}: about", LEARNED, StoreError)
             _check_tensors(path, learned, infos, {**learned.sizes(), **(sizes or {})})
             # In file order, which leaves nothing between them.
             arrays: dict[str, Array] = {name: np.empty(info.shape, _NUMPY[info.dtype]) for name, info in infos.items()}
@@ -198,13 +190,11 @@ def read_learned(
                         raise StoreError(f"{path}: truncated inside tensor {name!r}")
         _check_numbers(path, learned, arrays)
         learned.restore(arrays)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read ({error.strerror or error})") from None
     except ConfigError as error:
         raise StoreError(f"{path}: {error}") from None
     except MemoryError:
         raise StoreError(f"{path}: not enough memory for its {nbytes} bytes") from None
-    return LearnedFile(path, nbytes, texts["identity"], _json(path, texts, "about"), learned)
+    return LearnedFile(path, texts["identity"], about, learned)
 
 
 def _fitting(
@@ -229,29 +219,11 @@ def _fitting(
         if model.startswith(OF_A_TRACE) and kind.made_by:
             reason = f"of a trace whose model was not named; `expertly {kind.made_by} --model` names it"
         raise refuse("identity", f"{reason}; accepted: {identity!r:.80}")
-    _json(path, texts, "about")
-    lists: list[Any] = [_json(path, texts, "shape").get(name) for name in ("num_experts", "top_k")]
-    if not all(isinstance(numbers, list) and all(type(number) is int for number in numbers) for numbers in lists):
-        raise refuse("shape", "num_experts and top_k must be lists of whole numbers")
-    shape = ModelShape(*map(tuple, lists))
+    shape = parse_as(ModelShape, texts.get("shape", ""), f"{path}: shape", StoreError)
     learned: AnyState = kind(shape) if isinstance(kind, type) else kind  # type: ignore[call-arg]
     if learned.shape != shape:
         raise StoreError(f"{path}: shape: of {shape}; accepted: {learned.shape}, as the model has")
-    if _json(path, texts, "settings") != learned.settings():
-        raise refuse("settings", f"learned otherwise; accepted: {json.dumps(learned.settings())}")
     return learned
-
-
-def _json(path: Path, texts: Mapping[str, str], name: str) -> dict[str, Any]:
-    """A text of the header that is a JSON object. Raises StoreError."""
-    try:
-        value = json.loads(texts.get(name, ""))
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise StoreError(f"{path}: {name}={texts.get(name)!r:.80}: must be a JSON object")
-    check_value(value, f"{path}: {name}", LEARNED, StoreError)
-    return value
 
 
 def _check_tensors(path: Path, learned: LearnedState, infos: Mapping[str, TensorInfo], sizes: Sizes) -> None:

@@ -25,8 +25,7 @@ from expertly.policies.similarity import TIE, RunningCosines, inverse_root
 # -- 4.3, B.1: collections of a few requests' matrices that differ from each other ------------------------------------
 
 DEFAULT_CAPACITY = 120
-MAX_COUNT = 1 << 24
-"""Tokens beyond which float32 cannot count; more count as so many."""
+MAX_COUNT = 1 << 24  # tokens beyond which float32 cannot count; more count as so many
 
 Counts = npt.NDArray[np.int64]
 
@@ -57,10 +56,8 @@ class Collection:
         return matrices
 
     def add(self, counts: npt.NDArray[Any]) -> None:
-        """Add a request's matrix [L, E]; one without any token is left out.
-
-        It takes a free slot or, when none is left, that of the matrix nearest to it (appendix B.1), the oldest of
-        equals.
+        """Add a request's matrix [L, E], unless it has no token. It takes a free slot or, when none is left, that of
+        the matrix nearest to it (appendix B.1), the oldest of equals.
         """
         assert counts.shape == self.total.shape
         matrix = np.minimum(counts, MAX_COUNT).astype(np.float32)
@@ -125,11 +122,12 @@ class Matrices(LearnedState):
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """The filled parts: prefill [n, L, E], decode [m, L, E], and when each was born."""
-        arrays: dict[str, npt.NDArray[Any]] = {}
-        for phase, collection in (("prefill", self.prefill), ("decode", self.decode)):
-            arrays[phase] = collection.matrices
-            arrays[f"{phase}_born"] = collection.born[: collection.num_matrices]
-        return arrays
+        return {
+            "prefill_born": self.prefill.born[: self.prefill.num_matrices],
+            "prefill": self.prefill.matrices,
+            "decode_born": self.decode.born[: self.decode.num_matrices],
+            "decode": self.decode.matrices,
+        }
 
     def restore(self, arrays: Arrays) -> None:
         self.prefill.fill(arrays["prefill"], arrays["prefill_born"])
@@ -219,17 +217,15 @@ class _OfRequest:
 
 
 class EAM(Predictor):
-    """Names the experts of the next `distance` layers, when an iteration begins and anew after each router. It takes
-    the `matches` stored matrices that are nearest by cosine to the request's own, and names the experts that most of
-    their tokens chose; of a request that has run nothing in this phase, the most popular ones. A score is p x (1 - (i -
-    l) / L) for layer i predicted after layer l; confidence is the mean cosine. Every request of a pass is matched by
-    itself; the prediction is the union, by the highest p. While the same matrices are nearest, what was predicted
-    holds, and only the next layer and one that has come within reach are predicted.
+    """Names the experts of the next `distance` layers, when an iteration begins and anew after each router: those that
+    most tokens of the `matches` nearest matrices chose; of a request that has run nothing in this phase, the most
+    popular ones. A score is p x (1 - (i - l) / L) for layer i predicted after layer l; confidence is the mean cosine.
+    Every request of a pass is matched by itself; the prediction is the union, by the highest p. While the same matrices
+    are nearest, only the next layer and one that has come within reach are predicted.
 
     A request's iterations are summed, those of its prompt and of its decoding separately. The sums enter the collection
-    at the first pass without that request (or at `finish`); a request that comes back later starts anew. An iteration
-    that failed, or of which a layer was not seen, is left out, so that all rows of a sum count the same tokens, K
-    times.
+    at the first pass without that request (or at `finish`). An iteration that failed, or of which a layer was not seen,
+    is left out, so that all rows of a sum count the same tokens, K times.
     """
 
     name = "eam"
@@ -402,8 +398,7 @@ def _shares(counts: npt.NDArray[np.generic]) -> Floats:
 
 # -- 4.7: eviction, algorithm 1 ---------------------------------------------------------------------------------------
 
-EPSILON = 1e-6
-"""Added to each p, and the sum of a layer's p where all are 0."""
+EPSILON = 1e-6  # added to each p, and the sum of a layer's p where all are 0
 
 
 class EAMEviction(DenseScoredPolicy):
@@ -427,9 +422,6 @@ class EAMEviction(DenseScoredPolicy):
     @classmethod
     def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> EAMEviction:
         return cls(geometry)
-
-    def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
-        """Uses change no score."""
 
     def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
         if not self._has_outlook:

@@ -98,7 +98,7 @@ class Timing:
 
     `loaded` below is the paper's m: how many of the K needed experts, in parts of experts, are on the device when the
     router has run. With alpha experts there whole and beta as tops of theta, m = alpha + beta * theta; as alpha + beta
-    + gamma = K, the paper's beta * (1 - theta) + gamma is K - m. Methods take arrays, an element a split.
+    + gamma = K, the paper's beta * (1 - theta) + gamma is K - m.
     """
 
     top_k: tuple[int, ...]
@@ -106,9 +106,6 @@ class Timing:
     moe_ns: tuple[int, ...]  # its K experts, everything being there
     load_ns: tuple[int, ...]  # one whole expert, from host to device
     head_ns: int  # what comes between the last layer and the next token's first
-    # Not the paper's, for the option `pieces`:
-    span_ns: tuple[int, ...]  # of every span but one, where an expert is computed in several
-    ask_ns: tuple[int, ...]  # the computing thread's own time to ask for what a layer lacks, once
 
     @classmethod
     def of(
@@ -118,16 +115,14 @@ class Timing:
         moe_ns: int | Sequence[int],
         load_ns: int | Sequence[int],
         head_ns: int,
-        span_ns: int | Sequence[int] = 0,
-        ask_ns: int | Sequence[int] = 0,
     ) -> Timing:
         """The timing of a model; a single time holds for all its layers."""
         top_k = tuple(layer.top_k for layer in geometry.layers)
-        attention, moe, load, span, ask = (
+        attention, moe, load = (
             (times,) * len(top_k) if isinstance(times, int) else tuple(times)
-            for times in (attention_ns, moe_ns, load_ns, span_ns, ask_ns)
+            for times in (attention_ns, moe_ns, load_ns)
         )
-        return cls(top_k, attention, moe, load, head_ns, span, ask)
+        return cls(top_k, attention, moe, load, head_ns)
 
     def first_window_ns(self) -> float:
         """T_wind of the first layer: prefetching for it begins when the last layer of the token before is done."""
@@ -135,25 +130,18 @@ class Timing:
 
     def next_window_ns(self, layer: int, loaded: float) -> float:
         """T_wind of the layer after `layer`: it begins when `layer` has loaded all that it needs (equation 7)."""
-        hidden: float = min(self._hide_ns(layer, loaded), self._miss_ns(layer, loaded))
+        hidden = min(self._hide_ns(layer, loaded), self._miss_ns(layer, loaded))
         return self.moe_ns[layer] - hidden + (*self.attention_ns, self.head_ns)[layer + 1]
 
-    def exposed_ns(self, layer: int, loaded: Doubles) -> Doubles:
+    def exposed_ns(self, layer: int, loaded: float) -> float:
         """T: the part of loading that no computing hides (equation 6)."""
-        exposed: Doubles = np.maximum(0.0, self._miss_ns(layer, loaded) - self._hide_ns(layer, loaded))
-        return exposed
+        return max(0.0, self._miss_ns(layer, loaded) - self._hide_ns(layer, loaded))
 
-    def pieces_ns(self, layer: int, loaded: Doubles, is_split: npt.NDArray[np.bool_]) -> Doubles:
-        """What computing K experts in two spans each, and asking for what is missing, costs beyond that (ours)."""
-        top_k = self.top_k[layer]
-        lacks_some: Doubles = 1 - (loaded / top_k) ** top_k
-        return is_split * float(top_k * self.span_ns[layer]) + lacks_some * self.ask_ns[layer]
-
-    def _hide_ns(self, layer: int, loaded: Any) -> Any:
+    def _hide_ns(self, layer: int, loaded: float) -> float:
         """T_hide: computing what has been loaded (equation 5)."""
         return loaded * (self.moe_ns[layer] / self.top_k[layer])
 
-    def _miss_ns(self, layer: int, loaded: Any) -> Any:
+    def _miss_ns(self, layer: int, loaded: float) -> float:
         """T_miss: loading what has not."""
         return (self.top_k[layer] - loaded) * float(self.load_ns[layer])
 
@@ -244,13 +232,13 @@ class LayerSplit(NamedTuple):
     kept_experts: int  # C
     top: int  # theta * P: V / C, rounded down; 0 where nothing is kept
     loaded: float  # m: experts' worth of what is needed that is there when the router has run
-    exposed_ns: float  # T; with `pieces` and what these cost
+    exposed_ns: float  # T
 
 
 class LayerProblem:
-    """The sub-problem of one layer, for any budget and window. `pieces`: see MoEpicOptions."""
+    """The sub-problem of one layer, for any budget and window."""
 
-    def __init__(self, rates: LayerRates, layer: int, timing: Timing, num_segments: int, *, pieces: bool) -> None:
+    def __init__(self, rates: LayerRates, layer: int, timing: Timing, num_segments: int) -> None:
         predicted_hits = rates.predicted_hits.T  # [E+1, E] by C, then y
         # Sums over the first Y predicted experts, [C, Y]: of PH, and of PH * P; and of P, [Y]
         self._hits_of_first = _sums(predicted_hits)
@@ -258,7 +246,7 @@ class LayerProblem:
         self._needed_of_first = _sums(rates.accuracy)
         self._hits = rates.hits
         self._experts: Ints = np.arange(len(rates.hits))  # C; and Y
-        self._layer, self._timing, self._num_segments, self._pieces = layer, timing, num_segments, pieces
+        self._layer, self._timing, self._num_segments = layer, timing, num_segments
 
     def best(self, budget: int, window_ns: float) -> LayerSplit:
         """The split of a budget of so many segments with the highest m (equation 11); of equal ones that which keeps
@@ -275,12 +263,9 @@ class LayerProblem:
         count = (experts - theta[:, None] * self._hits_of_first <= room).sum(axis=1) - 1  # Y of each C
         prefetched = self._needed_of_first[count] - theta * self._joint_of_first[experts, count]  # equation 10
         loaded = np.minimum(cached + prefetched, top_k)
-        exposed = timing.exposed_ns(layer, loaded)
-        if self._pieces:
-            exposed = exposed + timing.pieces_ns(layer, loaded, (tops > 0) & (tops < self._num_segments))
-        rising = np.lexsort((-experts, cached, loaded, -exposed if self._pieces else loaded))
-        best = int(rising[-1])
-        return LayerSplit(best if tops[best] else 0, int(tops[best]), float(loaded[best]), float(exposed[best]))
+        best = int(np.lexsort((-experts, cached, loaded))[-1])
+        top, most = int(tops[best]), float(loaded[best])
+        return LayerSplit(best if top else 0, top, most, timing.exposed_ns(layer, most))
 
 
 def _sums(shares: Doubles) -> Doubles:
@@ -374,7 +359,6 @@ class MoEpicOptions(PolicyOptions):
 
     tau: int = option(5000, "decoded tokens between two configurations", least=1)
     zeta: float = option(0.01, "share of what is kept that moves at a time", above=0, below=1)
-    pieces: bool = option(False, "count what each piece of an expert costs by itself (ours), beyond equation 6")
 
 
 class MoEpic(SplitExperts):
@@ -420,11 +404,8 @@ class MoEpic(SplitExperts):
         return self._work is None and self._num_tokens >= self._due
 
     def configure(self, timing: Timing) -> None:
-        num_segments, pieces = self.geometry.segments_per_expert, self._options.pieces
-        problems = [
-            LayerProblem(seen.rates(), layer, timing, num_segments, pieces=pieces)
-            for layer, seen in enumerate(self._seen)
-        ]
+        num_segments = self.geometry.segments_per_expert
+        problems = [LayerProblem(seen.rates(), layer, timing, num_segments) for layer, seen in enumerate(self._seen)]
         self._work = configure(self.geometry, self._kept_slots, problems, timing, self._options.zeta)
 
     def ran(self, router: RouterRan, recall: Callable[[int], float]) -> list[int] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -39,7 +39,6 @@ class Predictor(Policy, ABC):
     """The distance of a system that names it without one; None: the system's own."""
     weights: ClassVar[type[LearnedState] | None] = None
     """The class of its weights, if it must be trained on a trace before: a file holds them (Known.get)."""
-
     wants: frozenset[Want] = frozenset()
     """What it needs to see; it may be shown more. An instance may set its own."""
 
@@ -50,9 +49,7 @@ class Predictor(Policy, ABC):
         """One with these options, as the user wrote them. Raises ConfigError where an option is wrong, or `known` lacks
         what it needs.
         """
-        make: Any = cls
-        made: Predictor = make(geometry, distance, cls.parse(given), known)
-        return made
+        return cls(geometry, distance, cls.parse(given), known)  # type: ignore[call-arg]
 
     def begin_iteration(self, began: Began) -> Iterable[Prediction]:
         """A forward pass begins: predict its first layers. A layer's distance is then its number + 1."""

@@ -26,14 +26,13 @@ Pair = tuple[int, int]
 
 MAX_DISTANCES = 64
 MAX_WIDTH = 1 << 20  # of a router input or a hidden layer
+_MOST = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mlp:
     """The network of a pair of layers: softmax(out @ relu(hidden @ z + hidden_bias) + direct @ z + bias), z = (x -
-    mean) * scale.
-
-    Two layers and a path around the first, because a near layer's choice is nearly linear in the router input.
+    mean) * scale. Its linear path is ours: a near layer's choice is nearly linear in the router input.
     """
 
     mean: Weights  # [H]
@@ -51,9 +50,6 @@ class Mlp:
 
 _SHARED = ("mean", "scale", "hidden", "hidden_bias")
 _OF_EXPERTS = ("out", "direct", "bias")
-
-
-_MOST = float(np.finfo(np.float16).max)
 
 
 @dataclass(eq=False)
@@ -146,7 +142,6 @@ class Network:
     """An `Mlp` in float32, with one matrix for everything that is multiplied with an input."""
 
     def __init__(self, mlp: Mlp) -> None:
-        self.num_parameters = mlp.num_parameters
         self._width = len(mlp.hidden)
         first = np.concatenate([mlp.hidden, mlp.direct]).astype(np.float32) * mlp.scale.astype(np.float32)  # [N + E, H]
         offset = first @ mlp.mean.astype(np.float32)
@@ -209,19 +204,15 @@ class Learned(RankingPredictor):
                 yield prediction
 
 
-def _checked(geometry: Geometry, weights: LearnedState | None, distance: int) -> LearnedWeights:
-    if not isinstance(weights, LearnedWeights):
+def _checked(geometry: Geometry, weights: LearnedWeights | None, distance: int) -> LearnedWeights:
+    if weights is None:
         raise ConfigError(
             "prediction 'learned': no weights of a predictor; make them with `expertly lab train TRACE --out "
             "FILE` and name the file: predictor=FILE (--predictor FILE)"
         )
-    for name in ("num_experts", "top_k"):
-        own, found = [getattr(layer, name) for layer in geometry.layers], list(getattr(weights.shape, name))
-        if own != found:
-            raise ConfigError(
-                f"prediction 'learned': weights of a model with {name}={found!s:.80} in its layers; this one has "
-                f"{own!s:.80}"
-            )
+    shape = ModelShape.of(geometry)
+    if weights.shape != shape:
+        raise ConfigError(f"prediction 'learned': weights of a model of {weights.shape}; this one has {shape}")
     if not weights.has(distance):
         accepted = ", ".join(map(str, weights.distances))
         raise ConfigError(

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
@@ -61,73 +62,68 @@ class Registry(Mapping[str, T], Generic[T]):
         self.built_in = dict(built_in)
         self._part, self._group = part, group
         self._accepts, self._accepted, self._adopt = accepts, accepted, adopt
-        self._entries: dict[str, EntryPoint] | None = None
-        self._loaded: dict[str, T | ConfigError] = {}
-        self._unreachable: list[str] = []  # problems of entry points that no name refers to
 
     def __getitem__(self, name: str) -> T:
         if name in self.built_in:
             return self.built_in[name]
-        if name in self._installed():
-            loaded = self._load(name)
-            if isinstance(loaded, ConfigError):
-                raise ConfigError(str(loaded))
-            return loaded
+        if (entry := self._installed.get(name)) is not None:
+            beginning = self._in_words(entry)
+            return self._checked(_guarded(entry.load, beginning, "cannot be loaded"), name, beginning)
         if self.is_path(name):
             return self._import(name)
         raise KeyError(name)
 
     def is_path(self, name: str) -> bool:
         """Whether looking up the name imports a module."""
-        if name in self.built_in or name in self._installed():
+        if name in self.built_in or name in self._installed:
             return False
         return "." in name and all(step.isidentifier() for step in name.split("."))
 
     def __iter__(self) -> Iterator[str]:
         yield from self.built_in
-        yield from (name for name in self._installed() if not isinstance(self._load(name), ConfigError))
+        for name in self._installed:
+            with suppress(ConfigError):
+                self[name]
+                yield name
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def problems(self) -> list[str]:
         """For each entry point that cannot be loaded, why."""
-        loaded = map(self._load, self._installed())
-        failed = [str(error) for error in loaded if isinstance(error, ConfigError)]  # reads entry points first
-        return [*self._unreachable, *failed]
-
-    def _installed(self) -> dict[str, EntryPoint]:
-        if self._entries is None:
-            self._entries = {}
+        problems = list(self._entries[1])
+        for name in self._installed:
             try:
-                entries = sorted(entry_points(group=self._group), key=lambda entry: (_distribution(entry), entry.name))
-            except Exception as error:  # metadata of any distribution
-                entries = []
-                self._unreachable.append(f"entry points {self._group!r}: cannot be read ({_reason(error)})")
-            for entry in entries:
-                if entry.name in self.built_in:
-                    problem = "expertly has one of that name, which is used"
-                elif entry.name in self._entries:
-                    problem = f"{_distribution(self._entries[entry.name])} has one of that name, which is used"
-                elif not entry.name or any(letter in _SEPARATORS or letter.isspace() for letter in entry.name):
-                    problem = f"a name cannot hold blanks or any of {' '.join(_SEPARATORS)}"
-                else:
-                    self._entries[entry.name] = entry
-                    continue
-                self._unreachable.append(f"{self._entry_in_words(entry)}: {problem}")
-        return self._entries
-
-    def _load(self, name: str) -> T | ConfigError:
-        """The object of an entry point, or why it cannot be loaded; tried once."""
-        if name not in self._loaded:
-            entry = self._installed()[name]
-            beginning = self._entry_in_words(entry)
-            try:
-                loaded = _guarded(entry.load, beginning, "cannot be loaded")
-                self._loaded[name] = self._checked(loaded, name, beginning)
+                self[name]
             except ConfigError as error:
-                self._loaded[name] = error
-        return self._loaded[name]
+                problems.append(str(error))
+        return problems
+
+    @property
+    def _installed(self) -> dict[str, EntryPoint]:
+        return self._entries[0]
+
+    @cached_property
+    def _entries(self) -> tuple[dict[str, EntryPoint], list[str]]:
+        """Entry points by name, and problems of those that no name refers to."""
+        entries: dict[str, EntryPoint] = {}
+        try:
+            installed = sorted(entry_points(group=self._group), key=lambda entry: (_distribution(entry), entry.name))
+        except Exception as error:  # metadata of any distribution
+            return {}, [f"entry points {self._group!r}: cannot be read ({_reason(error)})"]
+        problems = []
+        for entry in installed:
+            if entry.name in self.built_in:
+                problem = "expertly has one of that name, which is used"
+            elif entry.name in entries:
+                problem = f"{_distribution(entries[entry.name])} has one of that name, which is used"
+            elif not entry.name or any(letter in _SEPARATORS or letter.isspace() for letter in entry.name):
+                problem = f"a name cannot hold blanks or any of {' '.join(_SEPARATORS)}"
+            else:
+                entries[entry.name] = entry
+                continue
+            problems.append(f"{self._in_words(entry)}: {problem}")
+        return entries, problems
 
     def _import(self, path: str) -> T:
         module_name, _, name = path.rpartition(".")
@@ -146,7 +142,7 @@ class Registry(Mapping[str, T], Generic[T]):
             raise ConfigError(f"{beginning}: is {kind}; accepted: {self._accepted}")
         return self._adopt(loaded, name)  # type: ignore[arg-type]
 
-    def _entry_in_words(self, entry: EntryPoint) -> str:
+    def _in_words(self, entry: EntryPoint) -> str:
         return f"{self._part}={entry.name!r} ({entry.value} of {_distribution(entry)})"
 
 

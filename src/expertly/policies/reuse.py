@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -29,16 +30,15 @@ from expertly.policies.learned import Arrays, LearnedState, ModelShape, Sizes, T
 
 Floats = npt.NDArray[np.float32]
 
+# Kept weights are of these four: learned.VERSION changes with them.
 DISCOUNT = 0.9  # of a use that is one step later
 HORIZON = 8  # steps after which a value is compared with the uses that followed; later uses are taken to be as frequent
 FADING = np.exp(-1 / 2)  # by which a token's part in the inputs shrinks with each token
+REACH = 4  # layers before and after a layer whose inputs it uses
+
 RATE = 0.03  # of learning: the share of its error by which a value changes if the same inputs come again
 BATCH = 4  # steps that are learned from together: one product of matrices is cheaper than four of vectors
 MEAN_RATE = 1e-3  # of the means of inputs, per token; higher while few tokens have been seen
-OWN_WEIGHT = 1.0  # initial weight of an expert's own recent use; all others begin at 0
-REACH = 4  # layers before and after a layer whose inputs it uses
-MEANING: Mapping[str, float] = {"discount": DISCOUNT, "horizon": HORIZON, "fading": float(FADING), "reach": REACH}
-"""The definitions that weights depend on: with others they would be meaningless."""
 MAX_TOKENS = 1 << 53
 MAX_WEIGHT = 1e6  # far above any that is learned, so that a file's weights do not overflow
 MOST_WEIGHTS = 1 << 18  # of a layer: with many experts it uses the inputs of fewer layers, at least its own
@@ -100,23 +100,19 @@ class ReuseModel(LearnedState):
             if library is None
             else CompiledReuse(library, self.shape.num_experts, self._mean, self._values)
         )
-        self._num_tokens = [0] * len(self.shape.num_experts)  # that each layer has seen
+        self._num_tokens = [0] * self.shape.num_layers  # that each layer has seen
         self._discounts: dict[int, Floats] = {}  # running layer -> discount of every expert's value
         self._worth: Floats | None = self._values
         self._layer = 0  # the running one, or the last that ran
         self._is_decode = True
-        self._num_begun = self._num_ended = 0  # changes of its state: the numbers differ while one is made
 
     def observe(self, router: RouterRan) -> None:
         """A layer is about to run. Prompts move the inputs; only decode updates weights."""
         self._layer, self._worth = router.layer, None
         self._is_decode = router.is_part_of_decode or True in router.is_decode
-        if not router.batch_tokens:
-            return
-        self._num_begun += 1
-        self._arithmetic.observe(router, is_decode=self._is_decode)
-        self._num_tokens[router.layer] += router.batch_tokens
-        self._num_ended += 1
+        if router.batch_tokens:
+            self._arithmetic.observe(router, is_decode=self._is_decode)
+            self._num_tokens[router.layer] += router.batch_tokens
 
     def worth(self) -> Floats:
         """The value of every expert by dense id, as seen from the running layer: a layer that has yet to run in this
@@ -128,34 +124,27 @@ class ReuseModel(LearnedState):
                 self._worth[sum(self.shape.num_experts[: self._layer + 1]) :] += SURE
         return self._worth
 
-    def state(self) -> dict[str, npt.NDArray[Any]] | None:
-        """A copy of what it has learned: `tokens` that each layer has seen, [L], the `mean` of all inputs, by dense id,
-        and all `weights`, layer after layer. Steps that it has yet to learn from are not part of it.
-
-        None after an observation was interrupted half-way.
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Copies of `tokens` that each layer has seen, [L], the `mean` of all inputs, by dense id, and all `weights`,
+        layer after layer. Steps that it has yet to learn from are not part of it.
         """
-        num_begun = self._num_begun
-        if num_begun != self._num_ended:
-            return None
-        state = {
+        return {
             "tokens": np.array(self._num_tokens, np.int64),
             "mean": self._mean.copy(),
             "weights": np.concatenate([weights.reshape(-1) for weights in self._arithmetic.weights]),
         }
-        return state if num_begun == self._num_begun else None
 
-    def restore(self, state: Arrays) -> None:
-        self._mean[:] = state["mean"]
-        self._num_tokens = state["tokens"].tolist()
-        start = 0
-        for weights in self._arithmetic.weights:
-            end = start + weights.size
-            weights[:] = state["weights"][start:end].reshape(weights.shape)
-            start = end
-        assert start == len(state["weights"])
+    def restore(self, arrays: Arrays) -> None:
+        self._mean[:] = arrays["mean"]
+        self._num_tokens = arrays["tokens"].tolist()
+        ends = list(accumulate(weights.size for weights in self._arithmetic.weights))
+        for weights, part in zip(self._arithmetic.weights, np.split(arrays["weights"], ends[:-1]), strict=True):
+            weights[:] = part.reshape(weights.shape)
         self._arithmetic.restored([min(num, MEANS_KNOWN) for num in self._num_tokens])
 
-    # -- as a file keeps it ------------------------------------------------------------------------------------
+    def sizes(self) -> Sizes:
+        num_weights = sum(weights.size for weights in self._arithmetic.weights)
+        return {"A": (len(self._mean),) * 2, "W": (num_weights,) * 2}
 
     @property
     def num_learned(self) -> int:
@@ -165,13 +154,6 @@ class ReuseModel(LearnedState):
     @property
     def generation(self) -> int:  # type: ignore[override]
         return self.num_learned
-
-    def settings(self) -> dict[str, Any]:
-        return dict(MEANING)
-
-    def sizes(self) -> Sizes:
-        num_experts = self.shape.num_experts
-        return {"A": (sum(num_experts),) * 2, "W": (num_weights(num_experts),) * 2}
 
     def _discount(self, layer: int) -> Floats:
         if layer not in self._discounts:
@@ -187,22 +169,20 @@ def compiled_reuse(folder: Path = Path(__file__).parent) -> ctypes.PyDLL | None:
     """The library of reuse.c. None where it was not compiled when expertly was installed, or is of another version.
 
     Calls keep the interpreter lock: they take microseconds, and to get it back from a thread that computes may take
-    milliseconds. So no thread sees a layer half done.
+    milliseconds.
     """
     for path in sorted(folder.glob("_reuse*.so")):
-        try:
+        with suppress(OSError, AttributeError):
             library = ctypes.PyDLL(str(path))
             if library.expertly_reuse_version() != _VERSION:
                 continue
             begin, observe = library.expertly_reuse_begin, library.expertly_reuse_observe
             restored = library.expertly_reuse_restored
-        except (OSError, AttributeError):
-            continue
-        begin.argtypes, begin.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_size_t
-        observe.argtypes = (ctypes.c_void_p, *2 * (ctypes.c_int,), ctypes.c_char_p, ctypes.c_int64, ctypes.c_int)
-        restored.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-        observe.restype = restored.restype = None
-        return library
+            begin.argtypes, begin.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_size_t
+            observe.argtypes = (ctypes.c_void_p, *2 * (ctypes.c_int,), ctypes.c_char_p, ctypes.c_int64, ctypes.c_int)
+            restored.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+            observe.restype = restored.restype = None
+            return library
     return None
 
 
@@ -214,10 +194,10 @@ class CompiledReuse:
         self.weights: list[Floats] = []
         rows = []  # of all layers, [S, E]: sums over S are sums of rows, each filled up to whole vectors
         for own, seen in places:
-            first = _first_weights(own, seen)
-            rows.append(np.zeros((first.shape[1], -(-len(first) // 8) * 8), np.float32))
-            self.weights.append(rows[-1][:, : len(first)].T)
-            self.weights[-1][:] = first
+            weights = _first_weights(own, seen)
+            rows.append(np.zeros((weights.shape[1], -(-len(weights) // 8) * 8), np.float32))
+            self.weights.append(rows[-1][:, : len(weights)].T)
+            self.weights[-1][:] = weights
         past = OwnPast(len(places))
         sizes = BATCH, HORIZON, len(places), STEPS, len(_AGE_CLASSES), len(_AGES) + 1, _NUM_RATES
         layers = np.array(
@@ -232,12 +212,12 @@ class CompiledReuse:
             *(FADING, RATE, _LEAST_NORM, MEAN_RATE, _SUM_OF_DISCOUNTS, SHARPNESS, CARRIED, _RIDGE, _FIRST_SEEN),
             *(_FADING_OF_RATES, past.fading, past.fading_of_said),
         )
-        given = struct.pack("7q9P12d", *sizes, *(one.ctypes.data for one in arrays), *numbers)
-        nbytes = library.expertly_reuse_begin(None, given)
+        parameters = struct.pack("7q9P12d", *sizes, *(array.ctypes.data for array in arrays), *numbers)
+        nbytes = library.expertly_reuse_begin(None, parameters)
         assert nbytes, "reuse.c is of other sizes"
         memory = np.zeros(nbytes + 64, np.uint8)
         self._state = ctypes.c_void_p(-(-memory.ctypes.data // 64) * 64)
-        library.expertly_reuse_begin(self._state, given)
+        library.expertly_reuse_begin(self._state, parameters)
         self._pointed_to = (memory, *arrays, *rows)
         self._observe, self._restored = library.expertly_reuse_observe, library.expertly_reuse_restored
 
@@ -373,13 +353,6 @@ class LayerReuse:
         return products
 
 
-def state_of(model: ReuseModel) -> dict[str, npt.NDArray[Any]]:
-    """The state of a model that no other thread lets observe."""
-    state = model.state()
-    assert state is not None
-    return state
-
-
 class SimilarSteps:
     """What the last STEPS steps of decode chose, and how alike each is to the running step: by the share of its experts
     that both chose, in its layers so far, and less in those of the step before. They are not part of a file.
@@ -469,11 +442,6 @@ class OwnPast:
         self.said[:] = (self._sums + _FIRST_SEEN * self.first) / (self._nums + _FIRST_SEEN)
 
 
-def num_weights(num_experts: Sequence[int]) -> int:
-    """Weights of a model with so many experts a layer."""
-    return sum((own.stop - own.start) * (seen.stop - seen.start) for own, seen in _places(num_experts))
-
-
 def _places(num_experts: Sequence[int]) -> list[tuple[slice, slice]]:
     """For each layer the dense ids of its experts and of those whose inputs it uses: of as many layers as MOST_WEIGHTS
     allows.
@@ -490,11 +458,8 @@ def _places(num_experts: Sequence[int]) -> list[tuple[slice, slice]]:
 
 
 def _first_weights(own: slice, seen: slice) -> Floats:
-    """[E, S]"""
-    num, num_seen = own.stop - own.start, seen.stop - seen.start
-    weights: Floats = np.eye(num, num_seen, own.start - seen.start, np.float32)
-    weights *= OWN_WEIGHT
-    return weights
+    """[E, S]: the value is an expert's own recent use."""
+    return np.eye(own.stop - own.start, seen.stop - seen.start, own.start - seen.start, np.float32)
 
 
 @cache
@@ -546,7 +511,7 @@ class Reuse(DenseScoredPolicy):
         shared = ReuseModel(geometry)
         taught = known.get(ReuseModel)
         if taught is not None and taught.shape.num_experts == shared.shape.num_experts:
-            shared.restore(state_of(taught))
+            shared.restore(taught.state())
         return lambda capacity, layers: cls(geometry, shared, capacity)
 
     @classmethod
@@ -560,9 +525,6 @@ class Reuse(DenseScoredPolicy):
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         if self._has_choice:
             self.model.observe(router)
-
-    def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
-        """The model observed the layer when it was needed."""
 
     def all_scores(self) -> Floats:
         return self.model.worth()

@@ -70,11 +70,6 @@ def learned_beside(folder: Path, kind: str) -> Path:
     return folder.with_name(f"{folder.name}.{kind}")
 
 
-def aside(path: Path) -> Path:
-    """Where a file of LEARNED goes that does not fit the model or the policy."""
-    return path.with_name(f"{path.name}.aside")
-
-
 def mark_of(kind: str) -> bytes:
     """What every file of a kind of LEARNED has near its beginning."""
     return f'"expertly-{kind}"'.encode()
@@ -125,7 +120,6 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
         remove_store(entry.folder)
         for kind in LEARNED:
             path = learned_beside(entry.folder, kind)
-            aside(path).unlink(missing_ok=True)
             if has_mark(path, mark_of(kind)):
                 path.unlink(missing_ok=True)
             elif os.path.lexists(path):

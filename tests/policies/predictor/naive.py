@@ -9,7 +9,6 @@ import math
 import numpy as np
 
 from expertly.core.observation import Floats
-from expertly.policies.learned import ModelShape
 
 TIE = 1e-6
 
@@ -76,7 +75,6 @@ class NaiveStore:
 
 
 LAYERS, EXPERTS, TOP_K = 5, 7, 2
-SHAPE = ModelShape((EXPERTS,) * LAYERS, (TOP_K,) * LAYERS)
 
 
 def choices(dice: np.random.Generator, num_tokens: int) -> np.ndarray:

@@ -1,20 +1,76 @@
-"""MoE-Infinity's predictor: what its matrices count, and what it reads off them."""
+"""MoE-Infinity: collections of activation matrices, the matrices nearest to a pass, and what is read off them."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
+from expertly.core.errors import ConfigError
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, History, Routed
-from expertly.policies.moe_infinity import EAM, EAMOptions
-from tests.policies.predictor.naive import NaiveCollection, choices, matrix_of
+from expertly.policies.learned import ModelShape
+from expertly.policies.moe_infinity import EAM, Collection, EAMOptions, Match
+from tests.policies.predictor.naive import EXPERTS, LAYERS, TOP_K, NaiveCollection, choices, cosine, matrix_of
 from tests.scheduler.drive import geometry
 
-LAYERS, EXPERTS, TOP_K = 5, 7, 2
 SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
+MODEL = ModelShape.of(SHAPE)
+
+# -- collections -----------------------------------------------------------------------------------------------------
+
+
+def test_a_capacity_that_memory_cannot_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"matrices of \d+ bytes; at most"):
+        Collection(ModelShape((9000,) * 90, (1,) * 90), 1 << 20)
+
+
+@pytest.mark.parametrize("layers", [range(5), [0, 1, 3, 4], [2, 3], [4]])
+@pytest.mark.parametrize(("capacity", "num_tokens"), [(1, 2), (6, 1), (6, 40), (60, 2)])
+def test_in_lock_step_with_the_formulas(capacity: int, num_tokens: int, layers: list[int]) -> None:
+    """Requests come, replace each other and are matched, m at a time, layer by layer, with what they ran before and
+    without; some layers are left out.
+    """
+    dice = np.random.default_rng(capacity)
+    collection, naive = Collection(MODEL, capacity), NaiveCollection(capacity)
+    recent = []
+    for number in range(24):
+        matrix = matrix_of(choices(dice, int(dice.integers(1, 4))))
+        if number % 7 == 3:
+            matrix = recent[-2]  # the same again
+        recent.append(matrix)
+        collection.add(matrix)
+        naive.add(matrix)
+        assert collection.num_matrices == len(naive.matrices)
+        by_age = np.argsort(collection.born[: collection.num_matrices])
+        np.testing.assert_array_equal(collection.matrices[by_age], naive.matrices)
+        np.testing.assert_array_equal(collection.total, np.sum(naive.matrices, axis=0))
+        if number % 5 != 3:
+            continue
+        running = matrix_of(choices(dice, num_tokens))
+        earlier = [np.zeros_like(running), matrix_of(choices(dice, 5))]
+        for num, before in product((1, 3, 100), earlier):
+            match, seen = Match(collection, before), sorted({*np.flatnonzero(before.any(axis=1)).tolist()})
+            total = before.copy()
+            assert (match.nearest(num) is None) == (not naive.nearest(total, seen, num)), "nothing has been seen"
+            for layer in layers:
+                match.observe(layer, running[layer])
+                total[layer] += running[layer]
+                seen = sorted({*seen, layer})
+                found = match.nearest(num)
+                wanted = naive.nearest(total, seen, num)
+                if not wanted:
+                    assert found is None
+                    continue
+                assert found is not None
+                assert list(found.slots) == sorted(int(by_age[at]) for at in wanted)
+                best = max(cosine(total[seen], matrix[seen]) for matrix in naive.matrices)
+                assert found.cosine == pytest.approx(best, abs=1e-6) and found.cosine <= 1
+
+
+# -- the predictor ---------------------------------------------------------------------------------------------------
 
 
 def routed(layer: int, experts: np.ndarray) -> Routed:

@@ -13,7 +13,7 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Floats, History, Routed
 from expertly.policies import fmoe as fmoe_module
-from expertly.policies.fmoe import FMoE, FMoEOptions, MapStore, by_falling, select
+from expertly.policies.fmoe import FMoE, FMoEOptions, by_falling, select
 from tests.policies.predictor.naive import cosine, random_scores
 from tests.scheduler.drive import geometry
 
@@ -60,13 +60,6 @@ def run(
 def learned(distance: int = 2, num_maps: int = 40, shape: Geometry = SHAPE, **options: object) -> FMoE:
     predictor = FMoE(shape, distance, FMoEOptions(**options))  # type: ignore[arg-type]
     predictor.learn(Rows(1, num_maps).history())
-    return predictor
-
-
-def begun(store: MapStore, distance: int = 2, **options: object) -> FMoE:
-    """One that goes on from these maps."""
-    predictor = FMoE(SHAPE, distance, FMoEOptions(**options))  # type: ignore[arg-type]
-    predictor.learned.restore(store.state())
     return predictor
 
 
@@ -243,13 +236,6 @@ def test_facts_say_what_was_done() -> None:
     assert (facts["maps"], facts["capacity"]) == (40, 1000)
     assert (facts["semantic_searches"], facts["trajectory_searches"]) == (3, 3 * (LAYERS - 2))
     assert isinstance(facts["semantic_score"], float) and 0 < facts["semantic_score"] < 1
-
-
-def test_a_store_of_other_settings_goes_on_from_the_same_maps() -> None:
-    predictor = learned(2)
-    large = begun(predictor.learned, capacity=2000)
-    assert (large.learned.num_maps, large.learned.capacity) == (40, 2000)
-    assert run(large, Rows(3, 1)) == run(predictor, Rows(3, 1))
 
 
 def brute(probabilities: np.ndarray, score: float, top_k: int) -> int:

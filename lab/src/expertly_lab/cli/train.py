@@ -91,7 +91,7 @@ def run(args: TrainPredictorOptions) -> int:
         "seed": args.seed,
         "device": args.device,
         "seconds": seconds,
-        "bytes": file.nbytes,
+        "bytes": args.out.stat().st_size,
         **facts,
     }
     show(result, args.json, lambda: report(result))
