@@ -96,35 +96,21 @@ def test_scored_victims_are_those_of_sorting_whatever_happened_before(seed: int,
 
 def test_fmoe_is_the_papers_formula() -> None:
     """1 / (p * freq) over a random history (section 4.5): p of the newest map of the layer, freq the visits."""
-    dice, policy = random.Random(1), FMoEEviction(geometry(layers=4, experts=8))
-    layers, num = 4, 8
-    probability: dict[int, float] = {}
-    frequency = dict.fromkeys(range(layers * num), 1)
-    kept: set[int] = set()
-    for step in range(2000):
-        layer = step % layers
+    dice, policy = random.Random(1), FMoEEviction(SMALL)
+    probability, frequency = np.zeros((4, 6)), np.ones((4, 6))
+    for step in range(500):
+        layer = step % 4
         if dice.random() < 0.6:
-            said = [dice.choice([0.0, 1e-9, dice.random()]) for _ in range(num)]
-            policy.predicted(layer * num, said)
-            probability.update({layer * num + i: p for i, p in enumerate(said)})
-        experts = [layer * num + e for e in dice.sample(range(num), 3)]
-        tokens = [dice.choice([0, 1, 5]) for _ in experts]
-        policy.used(experts, tokens, 5)
-        for expert, count in zip(experts, tokens, strict=True):
-            frequency[expert] += count > 0
-        for expert in experts:
-            if expert not in kept:
-                kept.add(expert)
-                policy.admitted(expert)
-        if len(kept) > 12:
-            worth = {e: max(probability.get(e, 1e-6), 1e-6) * frequency[e] for e in kept}
-            expected = sorted(kept, key=lambda e: (-1 / worth[e], e))
-            got = list(policy.victims(set(experts)))
-            assert [worth[e] for e in got] == sorted(worth[e] for e in got)
-            assert got == [e for e in expected if e not in experts]
-            for expert in got[:3]:
-                kept.remove(expert)
-                policy.removed(expert)
+            probability[layer] = [dice.choice([0.0, 1e-9, dice.random()]) for _ in range(6)]
+            policy.predicted(6 * layer, probability[layer].tolist())
+        experts, tokens = dice.sample(range(6), 3), [dice.choice([0, 1, 5]) for _ in range(3)]
+        policy.used([6 * layer + expert for expert in experts], tokens, 5)
+        frequency[layer, experts] += np.array(tokens) > 0
+        worth = np.maximum(probability, 1e-6) * frequency
+        np.testing.assert_array_equal(policy.all_scores(), worth.ravel())
+    for expert in range(24):
+        policy.admitted(expert)
+    assert list(policy.victims({3, 7})) == [e for e in np.argsort(worth.ravel(), kind="stable") if e not in (3, 7)]
 
 
 def priorities(likely: np.ndarray) -> list[float]:
@@ -136,31 +122,13 @@ def priorities(likely: np.ndarray) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_eam_is_in_lock_step_with_algorithm_1(seed: int) -> None:
-    """Whatever is admitted, removed and said in between."""
-    dice, numbers = random.Random(seed), np.random.default_rng(seed)
-    policy, kept, likely = EAMEviction(SMALL), set[int](), np.zeros((4, 6))
-    for _ in range(300):
-        what = dice.choice(["admit", "remove", "say", "ask"])
-        if what == "admit" and len(kept) < 24:
-            expert = dice.choice([one for one in range(24) if one not in kept])
-            kept.add(expert)
-            policy.admitted(expert)
-        elif what == "remove" and kept:
-            expert = dice.choice(sorted(kept))
-            kept.remove(expert)
-            policy.removed(expert)
-        elif what == "say":
-            likely = np.round(numbers.random((4, 6)) * (numbers.random((4, 6)) < 0.5), 6)
-            likely[dice.randrange(4)] = 0
-            policy.expected(tuple(likely.ravel().tolist()))
-        expected = priorities(likely)
-        protected = set(dice.sample(range(24), 5))
-        wanted = sorted((expected[expert], expert) for expert in kept - protected)
-        found = list(policy.scored_victims(protected))
-        assert [expert for _, expert in found] == [expert for _, expert in wanted]
-        assert [score for score, _ in found] == pytest.approx([score for score, _ in wanted])
+def test_eam_is_algorithm_1() -> None:
+    numbers, policy = np.random.default_rng(0), EAMEviction(SMALL)
+    for step in range(100):
+        likely = np.round(numbers.random((4, 6)) * (numbers.random((4, 6)) < 0.5), 6)
+        likely[step % 4] = 0
+        policy.expected(tuple(likely.ravel().tolist()))
+        assert policy.all_scores().tolist() == pytest.approx(priorities(likely))
 
 
 def test_eam_goes_by_rows_of_single_layers_until_an_outlook_comes() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -96,33 +94,25 @@ def test_it_is_due_after_every_tau_tokens() -> None:
     assert allocation.facts() == {"learned": "online, from 10 decoded tokens", "configurations": 1}
 
 
-def test_configuring_is_spread_over_layers() -> None:
+def test_configuring_is_spread_over_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer splits all layers more than twice; 24 layers of 32 experts are worked out within 40 tokens."""
     shape = geometry(layers=24, experts=32, top_k=4, segments=4)
     allocation = MoEpic(shape, MoEpicOptions(tau=20))
     allocation.begin(allocation.quotas([24 * 32]))
     dice, times, quotas, num_tokens = np.random.default_rng(0), Timing.of(shape, 40, 40, 30, 40), None, 0
-    most = 0
+    best, calls, most = LayerProblem.best, list[int](), 0
+    monkeypatch.setattr(LayerProblem, "best", lambda *args: (calls.append(1), best(*args))[1])
     while quotas is None:
         if allocation.is_due:
             allocation.configure(times)
         for layer in range(24):
             experts = np.argsort(dice.gumbel(size=32) - 0.1 * np.arange(32) * (layer % 5))[-4:].tolist()
             allocation.predicted(Prediction(layer, experts[::-1], [0.4, 0.3, 0.2, 0.1], 1))
-            with counting(LayerProblem, "best") as calls:
-                quotas = allocation.ran(one_token(layer, experts), lambda layer: 0.0)
+            calls.clear()
+            quotas = allocation.ran(one_token(layer, experts), lambda layer: 0.0)
             most = max(most, len(calls))
         num_tokens += 1
     assert 24 <= most <= 48 and 20 < num_tokens <= 60
-
-
-@contextmanager
-def counting(owner: type, name: str) -> Iterator[list[str]]:
-    """Calls of a method."""
-    method, calls = getattr(owner, name), list[str]()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, lambda *args: (calls.append(name), method(*args))[1])
-        yield calls
 
 
 def test_new_quotas_load_the_best_of_a_layer_that_grows() -> None:

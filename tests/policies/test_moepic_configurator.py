@@ -196,13 +196,7 @@ def test_of_equal_splits_the_one_that_keeps_most_of_what_is_needed() -> None:
 def configured(
     shape: Geometry, kept: Sequence[int], problems: Sequence[LayerProblem], timing: Timing, zeta: float = 0.01
 ) -> Configuration:
-    work = configure(shape, kept, problems, timing, zeta)
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            result: Configuration = end.value
-            return result
+    return next(filter(None, configure(shape, kept, problems, timing, zeta)))
 
 
 @pytest.mark.parametrize("zeta", [1e-6, 0.01, 0.2, 0.99])

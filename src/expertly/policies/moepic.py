@@ -5,9 +5,9 @@ wait longest without it. In the order of the paper, whose sections and equations
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,8 @@ from expertly.policies.known import NOTHING, Known
 from expertly.policies.lcp import CachePriority, LCPOptions
 from expertly.policies.lookahead import Lookahead, LookaheadOptions
 
-T = TypeVar("T")
 Doubles = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
-
-Steps = Generator[None, None, T]
-"""Work that ends with a T, in steps that each split every layer once or twice."""
 
 # -- 3.1: expert split ---------------------------------------------------------------------------------------------
 
@@ -301,10 +297,12 @@ def expert_split(problems: Sequence[LayerProblem], budgets: Sequence[int], timin
 
 def configure(
     geometry: Geometry, kept_segments: Sequence[int], problems: Sequence[LayerProblem], timing: Timing, zeta: float
-) -> Steps[Configuration]:
+) -> Iterator[Configuration | None]:
     """VramAllocation of algorithm 1, for so many kept segments in each size class, without staging slots: from equal
     budgets, moves a share zeta of the memory from the layer that loses least to the one that gains most, as long as the
     sum of exposed time falls. The paper's layers are of one size; here each size class moves its own.
+
+    Yields None after each step, which splits every layer once or twice, and the configuration in the end.
     """
     now = expert_split(problems, equal_quotas(geometry, kept_segments), timing)
     size_class = 0
@@ -317,7 +315,7 @@ def configure(
             now, size_class = then, 0
         else:
             size_class += 1
-    return now
+    yield now
 
 
 def _moved(
@@ -327,7 +325,7 @@ def _moved(
     problems: Sequence[LayerProblem],
     timing: Timing,
     now: Configuration,
-) -> Steps[list[int] | None]:
+) -> Generator[None, None, list[int] | None]:
     """Budgets with a unit moved (lines 17 to 21); None: no two layers can give and take one. No layer that has memory
     is left without any, none gets more than its experts fill.
     """
@@ -385,7 +383,7 @@ class MoEpic(SplitExperts):
         self._kept_slots: list[int] = []
         self._num_tokens = 0
         self._due = options.tau  # tokens after which a configuration is due
-        self._work: Steps[Configuration] | None = None
+        self._work: Iterator[Configuration | None] | None = None
         self._done: Configuration | None = None  # what the work ended with, until it is taken
         self._tops: list[int] | None = None  # as configured
         self._num_configurations = 0
@@ -419,10 +417,7 @@ class MoEpic(SplitExperts):
             if is_last:  # a prompt's tokens do not count
                 self._num_tokens += router.batch_tokens if False not in router.is_decode else 1
         if self._work is not None and self._done is None:
-            try:
-                next(self._work)
-            except StopIteration as end:
-                self._done = end.value
+            self._done = next(self._work)
         return self._take(self._done) if is_last and self._done is not None else None
 
     def best_of(self, layer: int) -> Sequence[int]:
