@@ -307,7 +307,7 @@ def configure(
     now = expert_split(problems, equal_quotas(geometry, kept_segments), timing)
     size_class = 0
     while size_class < geometry.num_size_classes:
-        yield
+        yield None
         unit = max(1, round(zeta * kept_segments[size_class]))
         budgets = yield from _moved(geometry, geometry.layers_of_class(size_class), unit, problems, timing, now)
         then = now if budgets is None else expert_split(problems, budgets, timing)
