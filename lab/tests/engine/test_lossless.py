@@ -7,8 +7,8 @@ import pytest
 from expertly.scheduler.systems import SYSTEMS, runnable_systems
 from tests.engine.conftest import Cases
 from tests.engine.test_cuda import test_no_system_changes_a_token_on_an_accelerator as assert_lossless_on_accelerator
+from tests.engine.test_lossless import test_every_way_to_predict_is_lossless as assert_prediction_is_lossless
 from tests.engine.test_lossless import test_no_system_changes_a_token_and_each_decides_the_same_again as assert_lossless
-from tests.engine.test_prediction import test_every_way_to_predict_is_lossless as assert_prediction_is_lossless
 
 OF_LAB = [name for name in runnable_systems() if name not in SYSTEMS.built_in]
 
@@ -26,6 +26,6 @@ def test_no_system_changes_a_token_on_an_accelerator(
     assert_lossless_on_accelerator(system, segments, kernels, cases, monkeypatch)
 
 
-def test_what_is_kept_nowhere_is_prefetched(cases: Cases) -> None:
+def test_what_is_kept_nowhere_is_prefetched(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     system = "lru:allocation=none:prediction=lookahead:ahead=staging"
-    assert_prediction_is_lossless(system, "switch_transformers", "60%", 2, cases)
+    assert_prediction_is_lossless(system, "switch_transformers", "60%", 2, cases, monkeypatch)
