@@ -304,12 +304,10 @@ class ExpertsReader:
     def source_names(self) -> set[str]:
         return {name for group in self._groups.values() for name in group.names}
 
-    def experts(self, dtype: torch.dtype, only: Sequence[int] | None = None) -> Iterator[Bytes]:
-        """The bytes of all experts, or of those of `only`, in order, some neurons at a time: in their own format, in
-        `dtype`, or rounded from `dtype`.
-        """
+    def experts(self, dtype: torch.dtype) -> Iterator[Bytes]:
+        """The bytes of all experts in order, some neurons at a time: kept, in `dtype`, or rounded from it."""
         try:
-            for expert in range(self.geometry.num_experts) if only is None else only:
+            for expert in range(self.geometry.num_experts):
                 if self._format is not None:
                     yield from self._kept(self._format, expert)
                 elif self._rounding is not None:

@@ -128,9 +128,7 @@ def _of_config(name: str, folder: Path) -> ModelNeeds:
 def _bare_model(
     source: Path | PreTrainedConfig, dtype: str, formats: Mapping[str, str]
 ) -> tuple[dict[str, Any], Any, Sequence[ExpertsSite]]:
-    """The config with its defaults, the model on the meta device without its experts' weights, and their sites.
-    `formats`: weight formats of linear layers, by path.
-    """
+    """The config with its defaults, the model on the meta device without its experts' weights, and their sites."""
     config = source if isinstance(source, PreTrainedConfig) else read_config(source)
     model = build_meta_model(config, getattr(torch, dtype))
     sites = find_experts(model, ITEMSIZE[dtype])

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -311,9 +311,6 @@ class Packing:
     def dense_by_format(self, *, is_decoded: bool = False) -> dict[str, int]:
         specs = {spec.name: spec for spec in self._dense}
         return dense_by_format(specs, self.dense_formats, self._weights.dtype, is_decoded=is_decoded)
-
-    def experts(self, layer: int, only: Sequence[int]) -> Iterator[Bytes]:
-        return self._readers[layer].experts(self._torch_dtype, only)
 
     def write(self, folder: Path, progress: Progress | None) -> PackedStore:
         checkpoint = self._checkpoint

@@ -206,7 +206,7 @@ class PackedStore:
                 raise StoreError(f"{self.folder / name}: was written to while the model was loaded; load it again")
 
     def check_layer(self, layer: int) -> None:
-        """Compare the experts of a layer with the manifest. Raises StoreError naming the file that is damaged."""
+        """Compare the experts of a layer with the manifest. Raises StoreError."""
         for name in expert_files(layer):
             self._check(name)
 
