@@ -35,57 +35,30 @@ class Bounds:
     long: Mapping[str, int] = field(default_factory=dict)  # items, and of what is in it, of some fields of the object
     skipped: str = ""  # a field whose content is not looked at
 
-    # Released files have at most a fifth of each bound, vocabularies a third.
 
-
-SMALL = Bounds(16 << 20, items=1 << 20, text=1 << 20)
-"""JSON and text files of no other kind."""
-
+# Released files have at most a fifth of each bound, vocabularies a third.
+SMALL = Bounds(16 << 20, items=1 << 20, text=1 << 20)  # JSON and text files of no other kind
 _LABELS = dict.fromkeys(("id2label", "label2id"), 1 << 17)
-_QUANTIZED = dict.fromkeys(("quantization_config", "compression_config", "quantization"), 1 << 17)
-
-CONFIG = Bounds(16 << 20, text=1 << 18, long=_LABELS | _QUANTIZED)
-"""`config.json`: a few lists have an entry for each layer, and what is said of a quantisation one for each tensor."""
-
-GENERATION = Bounds(1 << 20)
-"""`generation_config.json`."""
-
-INDEX = Bounds(128 << 20, items=1 << 21)
-"""`model.safetensors.index.json`: an entry for each tensor."""
-
-HEADER = Bounds(32 << 20, items=1 << 18, depth=4, text=1 << 20)
-"""The header of a file of safetensors: an entry for each tensor."""
-
+_QUANTIZED = dict.fromkeys(("quantization_config", "compression_config", "quantization"), 1 << 17)  # of each tensor
+CONFIG = Bounds(16 << 20, text=1 << 18, long=_LABELS | _QUANTIZED)  # config.json: some lists are of all layers
+GENERATION = Bounds(1 << 20)  # generation_config.json
+INDEX = Bounds(128 << 20, items=1 << 21)  # model.safetensors.index.json: an entry for each tensor
+HEADER = Bounds(32 << 20, items=1 << 18, depth=4, text=1 << 20)  # of a safetensors file: an entry for each tensor
+# The header of a GGUF file; `items`: texts in all its lists. Vocabularies have up to 780000, tokens and merges; the
+# longest text is a chat template.
 GGUF = Bounds(100_000_000, depth=1, items=1 << 21, text=1 << 20)
-"""The header of a GGUF file; `items`: texts in all its lists. Vocabularies have up to 780000, tokens and merges; the
-longest text is a chat template.
-"""
-
-MAX_NAME = 512
-"""Characters of a tensor's name."""
-
-MAX_DIMENSIONS = 64
-"""Of a tensor: torch has no more."""
-
+MAX_NAME = 512  # characters of a tensor's name
+MAX_DIMENSIONS = 64  # of a tensor: torch has no more
+# tokenizer_config.json and the small files beside it: added tokens and chat templates
 TOKENIZER_CONFIG = Bounds(16 << 20, items=1 << 14, text=1 << 20)
-"""`tokenizer_config.json` and the small files beside it: added tokens and chat templates."""
-
+# tokenizer.json, sentencepiece's model and other files with an entry for each token. Those that are added take long;
+# those of `model` are checked where they are read, and looking at each would take as long.
 VOCABULARY = Bounds(96 << 20, text=1 << 20, long={"added_tokens": 1 << 15}, skipped="model")
-"""`tokenizer.json`, sentencepiece's model and other files with an entry for each token. Those that are added take
-long; those of `model` are checked where they are read, and looking at each would take as long.
-"""
-
+# What tokenizer.json has beside the vocabulary: the longest text is a regular expression.
 TOKENIZER_PART = Bounds(0, items=256, text=1 << 13)
-"""What `tokenizer.json` has beside the vocabulary: the longest text is a regular expression."""
-
-TEMPLATE = Bounds(1 << 20)
-"""A chat template."""
-
-LEARNED = Bounds(1 << 36, depth=8, items=1 << 16)
-"""A file of what a policy learned, and the JSON in its header."""
-
-PROFILE = Bounds(1 << 20)
-"""A description of a machine or a model in TOML."""
+TEMPLATE = Bounds(1 << 20)  # a chat template
+LEARNED = Bounds(1 << 36, depth=8, items=1 << 16)  # a file of what a policy learned, and the JSON in its header
+PROFILE = Bounds(1 << 20)  # a description of a machine or a model in TOML
 
 _FILES_OF_A_MODEL = {
     "config.json": CONFIG,
@@ -145,13 +118,10 @@ def check_model_files(folder: Path, failure: type[ExpertlyError]) -> None:
     except OSError as cause:
         raise failure(f"{folder}: cannot be read ({cause.strerror or cause})") from None
     for name in names:
-        fitting = (bounds for pattern, bounds in _FILES_OF_A_MODEL.items() if fnmatchcase(name, pattern))
-        bounds = next(fitting, None)
-        if bounds is None:
-            continue
-        if name.endswith(".json") and bounds is not VOCABULARY:  # which takes as long to parse as to use
+        bounds = next((bounds for pattern, bounds in _FILES_OF_A_MODEL.items() if fnmatchcase(name, pattern)), None)
+        if bounds is not None and bounds is not VOCABULARY and name.endswith(".json"):
             read_json_object(folder / name, failure, bounds)
-        else:
+        elif bounds is not None:  # a vocabulary takes as long to parse as to use
             with open_file(folder / name, failure) as file:
                 _check_size(folder / name, file, bounds, failure)
 

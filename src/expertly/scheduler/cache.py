@@ -85,40 +85,33 @@ class Cache:
         `prompts_evict`: see the Scheduler.
         """
         num_parts = geometry.segments_per_expert
-        self._geometry = geometry
-        self._budget = budget
-        self._counters = counters
+        self._geometry, self._budget, self._counters = geometry, budget, counters
         self._class_of = geometry.size_classes
         self._prompts_evict = prompts_evict
+        # Whether victims lose all their units, where layers keep whole experts. True once something was predicted: then
+        # experts come unit by unit, and some units are cancelled; single free slots would scatter later experts over
+        # many spans, each of which costs a launch.
         self.evicts_whole = evicts_whole
-        """Whether victims lose all their units, where layers keep whole experts. True once something was predicted:
-        then experts come unit by unit, and some units are cancelled; single free slots would scatter later experts over
-        many spans, each of which costs a launch.
-        """
         self.slots = SlotTable(geometry, budget.pool_slots())
+        # Whether layers keep parts of experts. Then quotas hold whole tops; the rest is for staging.
         self.is_split = tops is not None
-        """Whether layers keep parts of experts. Then quotas hold whole tops; the rest is for staging."""
+        # By layer: how many units it keeps of a kept expert, the others are staged; and the units that its partition
+        # keeps at most, or where layers share one, that prompts fill.
         self.tops = [num_parts] * geometry.num_layers if tops is None else list(tops)
-        """For each layer, how many units it keeps of a kept expert; the others are staged."""
         self.quotas = list(budget.layer_quotas)
-        """For each layer, the units that its partition keeps at most, or where layers share one, that prompts fill."""
         if tops is not None:
             assert scope == "layer", "a cache over all layers has no splits"
             every = zip(self.quotas, tops, geometry.layers, strict=True)
             self.quotas = [whole_tops(quota, top, layer.num_experts) for quota, top, layer in every]
-        self.targets: list[int] | None = None
-        """The quotas to reach, where they differ from `quotas`."""
+        self.targets: list[int] | None = None  # the quotas to reach, where they differ from `quotas`
+        # By size class: the slots that belong to no quota; and the units that have slots and are not kept.
         self.staging = list(budget.staging_slots)
-        """For each size class, the slots that belong to no quota."""
         self._find_staging()
         self.staged = [0] * geometry.num_size_classes
-        """For each size class, the units that have slots and are not kept."""
-        self.is_decoding = True
-        """Whether the running layer, or the last one, serves decode. Evictions count in its phase."""
+        self.is_decoding = True  # whether the running layer, or the last one, serves decode; evictions count there
         if scope == "layer":
             each = enumerate(zip(self.quotas, self.tops, strict=True))
             self.partitions = [Partition(quota, make_policy(quota // top, [layer])) for layer, (quota, top) in each]
-            """By layer."""
         else:
             shared = [
                 Partition(num, make_policy(num // num_parts, geometry.layers_of_class(size_class)))

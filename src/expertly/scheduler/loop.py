@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
@@ -77,21 +77,21 @@ def run_layer(
             assert not is_awaited, "between layers nobody waits for a span"
         cancelled = transport.cancel(router.layer)
     plan = scheduler.begin_layer(router, cancelled)
-    # All is there, as nearly always where memory is enough: fewer calls than by _Layer.
+    # All is there, as nearly always where memory is enough: a short way.
     if prefetcher is None and not (plan.loads or plan.in_flight or plan.on_host or scheduler.deferred):
         if plan.ready:
             use(plan.ready)
             scheduler.computed(plan.ready)
         scheduler.end_layer()
         return
-    layer = _Layer(scheduler, transport, prefetcher, plan)
+    if plan.loads:
+        transport.submit(plan.loads)
     if host is not None and plan.on_host:
         host.begin(router, plan.on_host)
     if prefetcher is not None:
         prefetcher.router_ran(routed)
-    while spans := layer.next_spans(together=together):
+    for spans in _computing(scheduler, transport, plan, prefetcher, together=together):
         use(spans)
-        layer.computed(spans)
     if host is not None and plan.on_host:
         host.end()
         if plan.following:
@@ -101,60 +101,55 @@ def run_layer(
         prefetcher.layer_ended()
 
 
-class _Layer:
-    """What the running layer still has to compute. Spans that arrive go before resident ones, since they may hold
-    staging slots. An expert that arrives in several spans is computed when all of it is there that has a slot: only
-    computing may free one for the rest. Where layers keep parts of experts, decode computes at once what is resident
-    (MoEpic, section 3.1).
+def _computing(
+    scheduler: Scheduler, transport: Transport, plan: Plan, prefetcher: Prefetcher | None, *, together: bool
+) -> Iterator[Sequence[Span]]:
+    """What the running layer is to compute next, `together` all that is there; the caller has computed it when it asks
+    again. Waits where nothing is there.
+
+    Spans that arrive go before resident ones, since they may hold staging slots. An expert that arrives in several
+    spans is computed when all of it is there that has a slot: only computing may free one for the rest. Where layers
+    keep parts of experts, decode computes at once what is resident (MoEpic, section 3.1).
     """
+    held: dict[int, list[Span]] = {}  # by expert: what waits for the rest of it
 
-    def __init__(self, scheduler: Scheduler, transport: Transport, prefetcher: Prefetcher | None, plan: Plan) -> None:
-        self._scheduler = scheduler
-        self._transport = transport
-        self._prefetcher = prefetcher
-        self._num_coming = sum([span.num_segments for span in (*plan.loads, *plan.in_flight)])
-        self._held: dict[int, list[Span]] = {}  # by expert: what waits for the rest of it
-        at_once = not self._num_coming or (scheduler.cache.is_split and scheduler.cache.is_decoding)
-        self._ready = [span for span in plan.ready if at_once or not self._hold(span)]
-        if plan.loads:
-            transport.submit(plan.loads)
-
-    def next_spans(self, *, together: bool) -> Sequence[Span]:
-        """What to compute next, `together` all that is there. Waits where there is nothing; empty at the end."""
-        spans: list[Span] = []
-        while self._num_coming and (together or not spans):
-            arrived = self._transport.poll()
-            if arrived is None:
-                if spans or self._ready:
-                    break
-                arrived = self._transport.wait()
-            if not self._scheduler.loaded(arrived):
-                if self._prefetcher is not None:  # there is room for more
-                    self._prefetcher.refill()
-                continue
-            self._num_coming -= arrived.num_segments
-            if not self._hold(arrived):
-                spans += joined([*self._held.pop(arrived.expert, ()), arrived])
-        if not spans or (together and not self._num_coming):
-            num = len(self._ready) if together else 1
-            spans += self._ready[:num]
-            del self._ready[:num]
-        return spans
-
-    def computed(self, spans: Sequence[Span]) -> None:
-        following = self._scheduler.computed(spans)
-        if self._prefetcher is not None:
-            self._prefetcher.computed()
-        if following:
-            self._num_coming += sum([span.num_segments for span in following])
-            self._transport.submit(following)
-
-    def _hold(self, span: Span) -> bool:
+    def holds(span: Span) -> bool:
         """Keep a span back where more of its expert is coming; returns whether."""
-        is_held = self._scheduler.is_coming(span)
+        is_held = scheduler.is_coming(span)
         if is_held:
-            self._held.setdefault(span.expert, []).append(span)
+            held.setdefault(span.expert, []).append(span)
         return is_held
+
+    num_coming = sum([span.num_segments for span in (*plan.loads, *plan.in_flight)])
+    at_once = not num_coming or (scheduler.cache.is_split and scheduler.cache.is_decoding)
+    ready = [span for span in plan.ready if at_once or not holds(span)]
+    while True:
+        spans: list[Span] = []
+        while num_coming and (together or not spans):
+            arrived = transport.poll()
+            if arrived is None:
+                if spans or ready:
+                    break
+                arrived = transport.wait()
+            if scheduler.loaded(arrived):
+                num_coming -= arrived.num_segments
+                if not holds(arrived):
+                    spans += joined([*held.pop(arrived.expert, ()), arrived])
+            elif prefetcher is not None:  # there is room for more
+                prefetcher.refill()
+        if not spans or (together and not num_coming):
+            num = len(ready) if together else 1
+            spans += ready[:num]
+            del ready[:num]
+        if not spans:
+            return
+        yield spans
+        following = scheduler.computed(spans)
+        if prefetcher is not None:
+            prefetcher.computed()
+        if following:
+            num_coming += sum([span.num_segments for span in following])
+            transport.submit(following)
 
 
 def joined(spans: Sequence[Span]) -> Sequence[Span]:

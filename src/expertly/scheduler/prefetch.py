@@ -22,17 +22,13 @@ class PrefetchQueue:
 
     def __init__(self, geometry: Geometry, order: PrefetchOrder, *, evicts: bool) -> None:
         """`evicts`: prefetches go to the cache, which evicts for them; otherwise they take free slots."""
+        # Units that are prefetched at a time: as many as one token's experts of a layer have.
         self.window = max(layer.top_k for layer in geometry.layers) * geometry.segments_per_expert
-        """Units that are prefetched at a time: as many as one token's experts of a layer have."""
-        self.now = geometry.num_layers - 1
-        """The layer whose router ran last; before a pass, the last layer."""
-        self.needs_slots = False
-        """Whether more would have been prefetched, had there been free slots."""
+        self.now = geometry.num_layers - 1  # the layer whose router ran last; before a pass, the last layer
+        self.needs_slots = False  # whether more would have been prefetched, had there been free slots
         self.evicts = evicts
-        self.waiting: dict[int, int] = {}
-        """Experts prefetched for layers that have not run -> how many units of each were."""
-        self.likely: dict[int, dict[int, None]] = {}
-        """By layer, predicted experts that should stay."""
+        self.waiting: dict[int, int] = {}  # experts prefetched for layers that have not run -> units of each
+        self.likely: dict[int, dict[int, None]] = {}  # by layer, predicted experts that should stay
         self._geometry = geometry
         self._priority = order.priority
         self._queued: dict[int, list[_Queued]] = {}  # by layer, the most urgent last; no list is empty

@@ -73,8 +73,7 @@ class Scheduler:
         self.counters = [LayerCounters() for _ in geometry.layers]
         self.allocation = allocation or Uniform(geometry)
         self.split = split
-        self.predicts = predicts or split is not None
-        """Whether units may come that no layer waits for."""
+        self.predicts = predicts or split is not None  # whether units may come that no layer waits for
         self.prompts_evict = prefill == "evict"
         self.keeps_best = admission == "best"
         self.cache = Cache(
@@ -86,12 +85,9 @@ class Scheduler:
         if self.allocation.is_online:
             self.allocation.begin(budget.layer_quotas)
         self.queue = PrefetchQueue(geometry, prefetch, evicts=ahead == "cache")
-        self.router: RouterRan | None = None
-        """Of the running layer."""
-        self.num_open = 0
-        """Units of the running layer that a plan named and that were not computed yet."""
-        self.deferred: deque[tuple[int, list[int]]] = deque()
-        """(position, units) of the running layer that wait for staging slots."""
+        self.router: RouterRan | None = None  # of the running layer
+        self.num_open = 0  # units of the running layer that a plan named and that were not computed yet
+        self.deferred: deque[tuple[int, list[int]]] = deque()  # its (position, units) that wait for staging slots
         self._best: list[int] = []  # experts to keep as their layers have room, the best last
         self._began_in_decode = [False] * len(self.slots.state)  # of the units being prefetched
 

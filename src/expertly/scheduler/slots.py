@@ -24,14 +24,10 @@ class SlotTable:
         self.pools = [Pool(num, self.num_parts) for num in slots_per_class]
         self.state = [ABSENT] * (geometry.num_experts * self.num_parts)
         self.slot = [_NO_SLOT] * len(self.state)
-        self.num_resident = [0] * geometry.num_experts
-        """Of each expert, the units that are there."""
-        self.whole: list[Span | None] = [None] * geometry.num_experts
-        """The span of each expert that is wholly there in adjacent slots."""
-        self.prefetching: dict[int, int] = {}
-        """Experts that are being prefetched -> how many units of each."""
-        self.segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
-        """Of a unit, by layer."""
+        self.num_resident = [0] * geometry.num_experts  # of each expert, the units that are there
+        self.whole: list[Span | None] = [None] * geometry.num_experts  # where it is wholly there in adjacent slots
+        self.prefetching: dict[int, int] = {}  # experts that are being prefetched -> how many units of each
+        self.segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]  # of a unit
         self.layer_of = [geometry.layer_of_expert(eid) for eid in range(geometry.num_experts)]
         self.first_of = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
 

@@ -23,17 +23,10 @@ from expertly.scheduler.scheduler import Scheduler, Split
 
 P = TypeVar("P", bound=Policy)
 
-OVERLAPPED = "overlapped"
-"""Loads, prefetches and computing go on at the same time, as in an engine."""
-
-BASE_SYSTEM = "lru"
-"""The baseline."""
-
-AUTO_SYSTEM = "auto"
-"""The default where a model is loaded: what `default_system` says."""
-
-LEAST_NBYTES = 3 << 18
-"""Least bytes of an expert for `expertly-ahead` to be the default: loading tiny ones is faster than asking routers."""
+OVERLAPPED = "overlapped"  # loads, prefetches and computing go on at the same time, as in an engine
+BASE_SYSTEM = "lru"  # the baseline
+AUTO_SYSTEM = "auto"  # where a model is loaded: `default_system`
+LEAST_NBYTES = 3 << 18  # of an expert, for prefetching by default: loading tiny ones is faster than asking routers
 
 ACCEPTED: dict[str, Collection[str]] = {
     "eviction": EVICTIONS,
@@ -61,10 +54,8 @@ package (docs/extending.md).
 NUMBERS = ("distance", "segments")
 PARTS = (*ACCEPTED, *NUMBERS)
 """The keys of `name:key=value` for any system that does not keep everything, beside options."""
-OF_KEEPING = ("eviction", "scope", "admission", "prefill")
-"""Parts that have no effect where nothing is kept."""
-OF_PREDICTION = ("prefetch", "ahead", "distance")
-"""Parts that have no effect where nothing is predicted."""
+OF_KEEPING = ("eviction", "scope", "admission", "prefill")  # without effect where nothing is kept
+OF_PREDICTION = ("prefetch", "ahead", "distance")  # without effect where nothing is predicted
 
 
 @dataclass(frozen=True, slots=True)
