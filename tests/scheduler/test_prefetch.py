@@ -10,11 +10,10 @@ from expertly.core.messages import Plan, Prediction, RouterRan
 from expertly.policies.fmoe import FMoEEviction
 from expertly.policies.lru import LRU
 from expertly.policies.registry import PREFETCHES
-from expertly.scheduler.budget import Budget, split_budget
+from expertly.scheduler.budget import Budget
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.prefetch import PrefetchQueue
 from expertly.scheduler.scheduler import Scheduler
-from expertly.scheduler.systems import get_system
 from tests.scheduler.drive import geometry, made, one_token, prediction, run
 from tests.tables import seeds
 
@@ -118,22 +117,3 @@ def test_the_queue_agrees_with_a_scan_of_everything_predicted(prefetch: str, see
                 queue.pop()
                 naive.queued.remove(first)
     assert asked > 300
-
-
-@pytest.mark.parametrize(("prefetch", "loaded"), [("fifo", [2, 2, 1, 1]), ("score", [1, 1, 2, 2])])
-def test_first_in_first_out_or_the_surest_first(prefetch: str, loaded: list[int]) -> None:
-    """Layer 2 was predicted before layer 1, which is surer. Layer 3's queued prediction goes when its router runs, and
-    a new one of layer 2 comes behind layer 1's.
-    """
-    system = get_system(f"lru:prediction=lookahead:prefetch={prefetch}")
-    shape = geometry(layers=4, experts=8, top_k=2)
-    for again in (False, True):
-        control = system.scheduler(shape, split_budget(shape, shape.nbytes // 2))
-        control.queue.window = 8
-        control.predict(Prediction(3, [0, 1], [0.95, 0.9], 1))
-        control.predict(Prediction(2, [0, 1], [0.4, 0.3], 1))
-        control.predict(Prediction(1, [0, 1], [0.8, 0.7], 1))
-        if again:
-            control.predict(Prediction(2, [4, 5], [0.4, 0.3], 1))
-        run(control, one_token(3, [6, 7]))
-        assert [span.layer for span in control.prefetch()] == ([1, 1, 2, 2] if again else loaded)

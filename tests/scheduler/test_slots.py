@@ -20,6 +20,7 @@ from tests.scheduler.drive import geometry
         ([1, 5, 6, 13, 14], 2, 6, [5, 6]),  # one slot is not enough
         ([1, 5, 6, 7, 13, 14], 4, None, [5, 6, 7, 1]),  # of several runs the longest, then what is enough
         ([6, 4, 1, 5, 3, 2, 7], 4, None, [4, 5, 6, 7]),  # slots given back one by one are a block again
+        ([4, 9, 2, 7], 1, None, [2]),  # ends of a block, and what lies between them elsewhere, are none
     ],
 )
 def test_which_slots_are_taken(free: list[int], num: int, wanted: int | None, taken: list[int]) -> None:
@@ -29,16 +30,6 @@ def test_which_slots_are_taken(free: list[int], num: int, wanted: int | None, ta
         pool.give([slot])
     assert list(pool.take(num, wanted)) == taken
     assert pool.num_free == len(free) - num and pool.free_slots() == sorted({*free} - {*taken})
-
-
-def test_slots_of_a_scattered_expert_are_no_block() -> None:
-    """Its first and its last slot are those of a block, the others are not."""
-    pool = Pool(12, 4)
-    pool.take(12)
-    pool.give([4, 9, 2, 7])
-    assert pool.free_slots() == [2, 4, 7, 9] and list(pool.take(1)) == [2]
-    pool.give([6, 5])
-    assert list(pool.take(4)) == [4, 5, 6, 7]
 
 
 def test_a_whole_expert_is_one_span() -> None:

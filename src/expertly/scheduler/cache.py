@@ -44,8 +44,8 @@ class Partition:
 
     def drop(self, eid: int, units: Collection[int]) -> None:
         self.num_kept -= len(units)
-        if left := [unit for unit in self.kept[eid] if unit not in units]:
-            self.kept[eid] = left
+        if len(units) < len(self.kept[eid]):
+            self.kept[eid] = [unit for unit in self.kept[eid] if unit not in units]
         else:
             del self.kept[eid]
             self.policy.removed(eid)
@@ -145,7 +145,8 @@ class Cache:
         """Keep units that are not, of which some may be staged; the partition has room. No units: does nothing."""
         if units:
             layer = self.slots.layer_of[eid]
-            self.staged[self._class_of[layer]] -= sum([self.slots.slot[unit] >= 0 for unit in units])
+            if self.staged[self._class_of[layer]]:
+                self.staged[self._class_of[layer]] -= sum([self.slots.slot[unit] >= 0 for unit in units])
             self.partitions[layer].keep(eid, units)
 
     def admit(
@@ -255,7 +256,7 @@ class Cache:
     def _lacking(self, layer: int, eid: int) -> list[int]:
         """Units of the expert's top that are not kept."""
         kept, top = self.partitions[layer].kept.get(eid, ()), self.slots.units(eid)[: self.tops[layer]]
-        return [unit for unit in top if unit not in kept]
+        return [unit for unit in top if unit not in kept] if kept else list(top)
 
     def _evict_all(self, victims: _Victims) -> None:
         for eid, units in victims:
@@ -343,7 +344,8 @@ class Cache:
         """Give units slots, as `SlotTable.allocate`; those that are not kept count as staged."""
         layer = self.slots.layer_of[eid]
         kept = self.partitions[layer].kept.get(eid, ())
-        self.staged[self._class_of[layer]] += sum([unit not in kept for unit in units])
+        if len(kept) < self.slots.num_parts:
+            self.staged[self._class_of[layer]] += sum([unit not in kept for unit in units])
         return self.slots.allocate(units, state)
 
     def free_staged(self, eid: int, units: Iterable[int]) -> None:

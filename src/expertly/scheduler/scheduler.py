@@ -101,7 +101,7 @@ class Scheduler:
         layer, slots = router.layer, self.slots
         first, whole, num_parts = slots.first_of[layer], slots.whole, slots.num_parts
         self.router = router
-        self.cache.is_decoding = router.serves_decode
+        self.cache.is_decoding = router.is_part_of_decode or True in router.is_decode
         if self.predicts:
             self._settle_predictions(router, cancelled)
         ready: list[Span] = []
@@ -206,13 +206,15 @@ class Scheduler:
             eid = needed[position]
             if absent := slots.in_state(eid, ABSENT):
                 kept = self.cache.kept(eid)
-                lacking.append((position, absent, [unit for unit in absent if unit in kept]))
+                to_keep = absent if len(kept) == slots.num_parts else [unit for unit in absent if unit in kept]
+                lacking.append((position, absent, to_keep))
         if self.split is not None and lacking:
             lacking = self._give_to_host(router, lacking, plan, self.split)
         for position, absent, to_keep in lacking:
             if to_keep:
                 self._load(position, to_keep, plan.loads)
-            if waiting := [unit for unit in absent if unit not in to_keep]:
+            if len(to_keep) < len(absent):
+                waiting = [unit for unit in absent if unit not in to_keep]
                 self.deferred.append((position, waiting))
                 for unit in waiting:
                     slots.state[unit] = QUEUED

@@ -60,9 +60,16 @@ class SlotTable:
         free. Returns the spans to load.
         """
         eid = units[0] // self.num_parts
-        pool = self.pool(self.layer_of[eid])
+        layer = self.layer_of[eid]
+        pool = self.pool(layer)
         if state == PREFETCHING:
             self.prefetching[eid] = self.prefetching.get(eid, 0) + len(units)
+        if len(units) == self.num_parts and pool.blocks:  # nearly always: a block
+            units, slots = self.units(eid), pool.take(self.num_parts)
+            assert self.slot[units.start : units.stop] == [_NO_SLOT] * self.num_parts, "a unit has one slot"
+            self.slot[units.start : units.stop] = slots
+            self.state[units.start : units.stop] = [state] * self.num_parts
+            return [Span(layer, eid - self.first_of[layer], 0, self.num_parts, slots[0])]
         for run in _runs(units):
             before = self.slot[run.start - 1] if run.start % self.num_parts else _NO_SLOT
             slots = pool.take(len(run), None if before == _NO_SLOT else before + 1)
@@ -81,7 +88,9 @@ class SlotTable:
         if state == PREFETCHING:
             self._no_longer_prefetching(eid, num)
         self.num_resident[eid] += num
-        if self.num_resident[eid] == self.num_parts:
+        if num == self.num_parts:
+            self.whole[eid] = span
+        elif self.num_resident[eid] == self.num_parts:
             first, *others = self.spans(self.units(eid))
             self.whole[eid] = None if others else first
         return state == LOADING
@@ -151,7 +160,7 @@ class Pool:
         self.num_slots = self.num_free = num_slots
         self._size = num_parts
         num_blocks = num_slots // num_parts
-        self._blocks = [block * num_parts for block in reversed(range(num_blocks))]  # first slots of free blocks
+        self.blocks = [block * num_parts for block in reversed(range(num_blocks))]  # first slots of free blocks
         self._loose = set(range(num_blocks * num_parts, num_slots))  # free slots of blocks that are not free
 
     def take(self, num: int, wanted: int | None = None) -> Sequence[int]:
@@ -160,8 +169,8 @@ class Pool:
         are.
         """
         self.num_free -= num
-        if num == self._size and self._blocks:
-            return self._block(self._blocks.pop())
+        if num == self._size and self.blocks:
+            return self._block(self.blocks.pop())
         taken: list[int] = []
         run = range(0) if wanted is None else range(wanted, wanted + num)
         while len(taken) < num:
@@ -174,15 +183,18 @@ class Pool:
     def give(self, slots: Sequence[int]) -> None:
         """Return slots; a block that is wholly free is a block again."""
         self.num_free += len(slots)
+        if slots[0] % self._size == 0 and [*slots] == [*self._block(slots[0])]:  # nearly always
+            self.blocks.append(slots[0])
+            return
         self._loose.update(slots)
         for first in dict.fromkeys([slot - slot % self._size for slot in slots]):
             block = self._block(first)
             if self._loose.issuperset(block):
                 self._loose.difference_update(block)
-                self._blocks.append(first)
+                self.blocks.append(first)
 
     def free_slots(self) -> list[int]:
-        return sorted([*self._loose, *(slot for first in self._blocks for slot in self._block(first))])
+        return sorted([*self._loose, *(slot for first in self.blocks for slot in self._block(first))])
 
     def _block(self, first: int) -> range:
         return range(first, first + self._size)
@@ -191,8 +203,8 @@ class Pool:
         """Up to so many loose slots beside each other, see `take`."""
         runs = _runs(sorted(self._loose))
         fitting = [run for run in runs if len(run) >= num]
-        if not fitting and self._blocks:
-            fitting = [self._block(self._blocks.pop())]
+        if not fitting and self.blocks:
+            fitting = [self._block(self.blocks.pop())]
             self._loose.update(fitting[0])
         return min(fitting, key=len)[:num] if fitting else max(runs, key=len)
 

@@ -80,7 +80,9 @@ class System:
     needs: tuple[str, ...] = ()  # "future": simulations only; else fields of a trace. With those of its policies
 
     def __post_init__(self) -> None:
-        _check(self)
+        problem = next(_problems(self), None)
+        if problem is not None:
+            raise _error(self, problem)
         if not self.keeps_everything:
             object.__setattr__(self, "options", _checked_options(self))
         of_eviction = ("future",) if self._eviction and self._eviction.needs_future else ()
@@ -181,24 +183,17 @@ class System:
 # -- which parts fit together --------------------------------------------------------------------------------------
 
 
-def _check(system: System) -> None:
-    """Raise ConfigError where a part is unknown or does not fit the others."""
-    for key, accepted in ACCEPTED.items():
-        value, is_stated = getattr(system, key), not (key == "eviction" and system.keeps_everything)
-        if is_stated and value not in accepted:
-            path = ", or the dotted path of one" if key in REGISTRIES else ""
-            raise _error(system, f"{key}={value!r:.80}: unknown; accepted: {', '.join(accepted)}{path}")
-    problem = next(_problems(system), None)
-    if problem is not None:
-        raise _error(system, problem)
-
-
 def _error(system: System, problem: str) -> ConfigError:
     return ConfigError(f"system={system.name!r:.200}: {problem}")
 
 
 def _problems(system: System) -> Iterator[str]:
-    """Why the parts of a system do not fit together, with what is accepted."""
+    """Why a part is unknown or does not fit the others, with what is accepted."""
+    for key, accepted in ACCEPTED.items():
+        value, is_stated = getattr(system, key), not (key == "eviction" and system.keeps_everything)
+        if is_stated and value not in accepted:
+            path = ", or the dotted path of one" if key in REGISTRIES else ""
+            yield f"{key}={value!r:.80}: unknown; accepted: {', '.join(accepted)}{path}"
     predictor, is_best = system._predictor, system.admission == "best"
     for key in NUMBERS:
         if getattr(system, key) < 1:
