@@ -99,7 +99,8 @@ class LayerCounters:
         """
         is_decode, num_tokens = router.is_decode, router.num_tokens
         if 0 not in num_tokens and not (True in is_decode and False in is_decode):  # nearly always
-            self.phase(True in is_decode).count_demand(len(num_tokens), parts_there, num_parts, unit_nbytes)
+            phase = self.decode if True in is_decode else self.prefill
+            phase.count_demand(len(num_tokens), parts_there, num_parts, unit_nbytes)
             return
         there = dict(zip(missing, parts_there, strict=True))
         for of_decode in (True, False):

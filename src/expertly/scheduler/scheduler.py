@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import repeat
+from operator import add
 from typing import Protocol
 
 from expertly.core.geometry import Geometry
@@ -119,7 +121,9 @@ class Scheduler:
             if num < num_parts:
                 missing.append(position)
                 parts_there.append(num)
-        self.num_open = len(ready) * num_parts + _num_units(partial)
+        self.num_open = len(ready) * num_parts
+        if partial:
+            self.num_open += _num_units(partial)
         self.counters[layer].count_demand(router, missing, parts_there, num_parts, slots.segment_nbytes[layer])
         plan = Plan(ready + partial)
         if missing or self.cache.staged[self.geometry.size_classes[layer]] or self.keeps_best:
@@ -187,7 +191,7 @@ class Scheduler:
     def _needed(self) -> list[int]:
         """The experts of the running layer, by dense id."""
         router = self.router
-        return [] if router is None else [self.slots.first_of[router.layer] + expert for expert in router.experts]
+        return [] if router is None else list(map(add, router.experts, repeat(self.slots.first_of[router.layer])))
 
     def _admit(self, router: RouterRan, missing: list[int], plan: Plan) -> None:
         """Decide what is kept and load it; load the rest as far as there are staging slots. `missing`: positions of
