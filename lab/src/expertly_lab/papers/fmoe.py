@@ -11,7 +11,6 @@ import numpy as np
 
 from expertly.core.observation import Floats, History
 from expertly.policies.fmoe import FMoE, FMoEOptions, MapStore, Search
-from expertly.policies.learned import ModelShape
 from expertly_lab.papers.experiment import Experiment, Paper, Sweep
 from expertly_lab.papers.judge import (
     HITS,
@@ -67,11 +66,8 @@ CAPACITIES = (250, 1000, 4000)
 
 def filled(lab: Lab, capacity: int) -> MapStore:
     """Of the training part."""
-    layers = lab.trace.manifest.layers
-    shape = ModelShape(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
-    predictor = FMoE(shape.geometry(), DISTANCE, FMoEOptions(capacity=capacity))
-    for history in histories(lab.trace, lab.schedule().training, predictor.wants):
-        predictor.learn(history)
+    predictor = lab.taught(FMOE if capacity == FMoEOptions().capacity else f"{FMOE}:capacity={capacity}")
+    assert isinstance(predictor, FMoE)
     return predictor.learned
 
 

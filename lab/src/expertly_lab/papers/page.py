@@ -94,6 +94,8 @@ def pages(session: Session, origin: Mapping[str, Any], results: Sequence[Result]
         "request, from an empty cache; 70 % of the requests are to learn from, the others are simulated. Where a trace "
         "lacks what a system predicts from, its prediction is modelled, as right as ProMoE (section 4) found skip "
         "prediction to be, and the verdict says so.",
+        "- Missing: routing of Mixtral-8x7B, Qwen1.5-MoE and Phi-3.5-MoE, which the papers ran. Who has a machine for "
+        "one makes it with `expertly lab trace record MODEL --full --prompts FILE --out DIR`; `--trace DIR` takes it.",
         "",
         *_markdown(["paper", "hold", "in part", "opposite", "cannot be told"], rows),
         "",

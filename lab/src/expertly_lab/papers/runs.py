@@ -16,7 +16,9 @@ from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.core.messages import Span
 from expertly.core.units import format_nbytes
 from expertly.data import demo_predictor
+from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState, ModelShape, read_learned
+from expertly.policies.prediction import Predictor
 from expertly.policies.promoe import LearnedWeights
 from expertly.scheduler.systems import get_system, names_of_options
 from expertly_lab.papers.experiment import Experiment, Spec
@@ -41,8 +43,8 @@ from expertly_lab.trace.reader import Trace
 SMALL_NBYTES, SCALED_NBYTES = 1 << 20, 8 << 20
 """Experts smaller than the first are taken for experts of the second: they would be loaded in no time."""
 LEARNED_TOKENS, LEARNED_REQUESTS = 8000, 120
-"""Of the training part, at most; and of its requests at least: MoE-Infinity's collection holds one matrix each (its
-section 5.2).
+"""Of the training part, about; of so many requests, where it has them: MoE-Infinity's collection holds one matrix each
+(its section 5.2). Answers are cut for it.
 """
 REQUESTS = 20
 """That are simulated, at least, where there are so many: answers are cut for it, as intervals need requests."""
@@ -214,11 +216,13 @@ class Lab:
         parted = self.parted()
         if is_online:
             return Schedule([], *arriving(self.trace, parted.test, self._sampled_arrivals()))
-        least = sum(span.num_rows for span in parted.training[:LEARNED_REQUESTS])
+        most = LEARNED_TOKENS // min(LEARNED_REQUESTS, len(parted.training))
+        learned = [with_answer(self.trace, span, most) for span in parted.training]
+        least = sum(span.num_rows for span in learned[:LEARNED_REQUESTS])
         num_learned = max(LEARNED_TOKENS, least) // (5 if self.options.quick else 1)
         num_tokens = self.options.num_tokens
         tests = [with_answer(self.trace, span, -(-num_tokens // REQUESTS)) for span in parted.test]
-        return Schedule(first_rows(parted.training, num_learned), first_decoded(self.trace, tests, num_tokens))
+        return Schedule(first_rows(learned, num_learned), first_decoded(self.trace, tests, num_tokens))
 
     def _sampled_arrivals(self) -> Arrivals:
         dice = np.random.default_rng(self.options.seed)
@@ -259,6 +263,12 @@ class Lab:
         if key not in self._cells:
             self._cells[key] = self._run(system, memory, self._study(machine, links, is_online))
         return self._cells[key]
+
+    def taught(self, system: str) -> Predictor | None:
+        """The predictor of a system as it is after the training part."""
+        study, parts = self._study("rtx3090", 1.0, False), get_system(system)
+        assert study.training is not None
+        return study.training.predictor(parts, study.geometry_of(parts), Known())
 
     def _study(self, machine: str, links: float, is_online: bool) -> Study:
         key = (machine, links, is_online)
