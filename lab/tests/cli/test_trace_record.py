@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from expertly.cli.main import main
+from expertly.policies.fmoe import MapStore
+from expertly.policies.learned import read_learned
 from expertly_lab.recording import Recording
 from expertly_lab.trace.reader import Trace
 from tests.cli.asking import Captured
 from tests.families import make_checkpoint, make_tokenizer, reference_generate
-from tests.policies.learned_builders import load_maps
 
 PROMPTS = ("Once upon a time", "def main():", "2 + 2 = ")
 CATEGORIES = ("story", None, "math")
@@ -129,7 +130,7 @@ def test_it_leaves_maps_alone_unless_a_file_is_named(
     path = tmp_path / "my.maps"
     assert record(model, prompts, tmp_path / "second", *fmoe, "--learned", str(path)) == 0
     trace = Trace.open(tmp_path / "second")
-    assert 0 < load_maps(path).num_maps <= trace.num_rows
+    assert 0 < read_learned(path, MapStore).learned.num_maps <= trace.num_rows
     assert rows_of(tmp_path / "trace") == rows_of(tmp_path / "second")
     capsys.readouterr()
     assert record(model, prompts, tmp_path / "third", "--learned", str(path)) == 2
