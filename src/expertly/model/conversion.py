@@ -34,6 +34,9 @@ from expertly.store.manifest import IS_FLOAT
 QUANT_METHODS = ("fp8", "mxfp4", *GROUP_METHODS)
 """Quantisations that packing can undo, mxfp4 with transformers' operations, the others with our own code."""
 
+ACCEPTED = "must be BF16, F16, F32 or F64 (or quantised, with a quantization_config that transformers can undo)"
+"""Of dtypes of weights."""
+
 Tensors = Mapping[str, Sequence[torch.Tensor]]
 """The tensors that match each source pattern, in order."""
 
@@ -122,9 +125,8 @@ def make_quantizer(quantization: object, dtype: str) -> Any | None:
         with quiet():
             return AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
     except Exception as error:  # the quantizers' own code, and the validators of their configs
-        raise UnsupportedModelError(
-            f"quantization_config={quantization!r:.80}: {first_line(error)}; {accepted}"
-        ) from error
+        reason = f"quantization_config={quantization!r:.80}: {first_line(error)}"
+        raise UnsupportedModelError(f"{reason}; {accepted}") from error
 
 
 class Conversion:
@@ -454,32 +456,24 @@ class ExpertsReader:
                 turned.append(group.names[0])
         if squares and turned:
             raise CheckpointError(
-                f"{self._checkpoint.tensors[squares[0]].path}: tensor {squares[0]!r} is square and lies [inputs, "
-                f"outputs], as {turned[0]!r} does; transformers turns only the latter, by its shape, so that there is "
-                "no model to be equal to; turn both"
+                f"{self._checkpoint.label(squares[0])} is square and lies [inputs, outputs], as {turned[0]!r} does; "
+                "transformers turns only the latter, by its shape, so that there is no model to be equal to; turn both"
             )
 
     def _check_alike(self, names: list[str], group: Group) -> None:
         refs = [self._checkpoint.tensors[name] for name in names]
-        first, named = refs[0], f"{refs[0].path}: tensor {names[0]!r}"
+        first, label = refs[0], self._checkpoint.label(names[0])
         ((dtype, shape), _), *_ = Counter((ref.dtype, ref.shape) for ref in refs).most_common(1)
         for name, ref in zip(names, refs, strict=True):
             if (ref.dtype, ref.shape) != (dtype, shape):
-                raise CheckpointError(
-                    f"{ref.path}: tensor {name!r}: {ref.dtype} {list(ref.shape)} is unlike that of other experts, "
-                    f"{dtype} {list(shape)}"
-                )
+                unlike = f"{ref.dtype} {list(ref.shape)} is unlike that of other experts, {dtype} {list(shape)}"
+                raise CheckpointError(f"{self._checkpoint.label(name)}: {unlike}")
         num_experts = self._site.geometry.num_experts
         if self._site.is_fused and not group.is_per_expert and first.shape and first.shape[0] != num_experts:
-            raise CheckpointError(
-                f"{named}: shape {list(first.shape)} holds {first.shape[0]} experts, but config.json says "
-                f"{num_experts} experts in {self._site.name}"
-            )
-        if not group.is_dequantized and first.dtype not in IS_FLOAT and not self._checkpoint.gguf:
-            raise CheckpointError(
-                f"{named}: dtype={first.dtype!r}: experts must be BF16, F16, F32 or F64 "
-                "(or quantised, with a quantization_config in config.json that transformers can undo)"
-            )
+            expected = f"config.json says {num_experts} experts in {self._site.name}"
+            raise CheckpointError(f"{label}: shape {list(shape)} holds {shape[0]} experts, but {expected}")
+        if not group.is_dequantized and dtype not in IS_FLOAT and not self._checkpoint.gguf:
+            raise CheckpointError(f"{label}: dtype={dtype!r}: of experts {ACCEPTED}")
 
     def _check_made(self, target: str, group: Group) -> None:
         """Convert tensors without values to check shapes. One expert stands for all, as their tensors are alike."""
@@ -500,11 +494,9 @@ class ExpertsReader:
 
     def _check_shape(self, target: str, group: Group, made: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if made != expected:
-            ref = self._checkpoint.tensors[group.names[0]]
-            raise CheckpointError(
-                f"{ref.path}: tensor {group.names[0]!r} ({list(ref.shape)}): makes {target} of shape {list(made)}, but "
-                f"config.json says {list(expected)}"
-            )
+            label, shape = self._checkpoint.label(group.names[0]), list(self._checkpoint.tensors[group.names[0]].shape)
+            problem = f"makes {target} of shape {list(made)}, but config.json says {list(expected)}"
+            raise CheckpointError(f"{label} ({shape}): {problem}")
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -519,7 +511,7 @@ def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
     if checkpoint.gguf and ref.dtype not in IS_FLOAT:
         return torch.float32
     if ref.dtype not in _DTYPES:
-        raise CheckpointError(f"{ref.path}: tensor {name!r}: dtype={ref.dtype!r}: cannot be read by this torch")
+        raise CheckpointError(f"{checkpoint.label(name)}: dtype={ref.dtype!r}: cannot be read by this torch")
     return _DTYPES[ref.dtype]
 
 

@@ -21,6 +21,7 @@ from expertly.formats import FORMATS, format_of, rounding_format
 from expertly.formats.gguf import OF_GGUF_TYPE
 from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat
 from expertly.model.conversion import (
+    ACCEPTED,
     Conversion,
     ExpertsReader,
     Group,
@@ -290,17 +291,14 @@ class Packing:
             self._conversion = Conversion(model, quantizer)
         groups, self._unexpected = self._conversion.groups(checkpoint.tensors)
         self._sites = find_experts(model, ITEMSIZE[dtype])
-        self._readers = [
-            ExpertsReader(site, checkpoint, self._conversion, groups, kept, rounding) for site in self._sites
-        ]
+        made = self._conversion
+        self._readers = [ExpertsReader(site, checkpoint, made, groups, kept, rounding) for site in self._sites]
         expert_names = set().union(*(reader.source_names for reader in self._readers))
         self._check_unexpected()
         self._kept, self._model = kept, model
         self.dense_formats: dict[str, str] = {}
         """Of layers beside the experts that keep their bytes, by module path."""
-        self._dense = self._plan_dense(
-            [group for group in groups.values() if not expert_names.intersection(group.names)]
-        )
+        self._dense = self._plan_dense([one for one in groups.values() if expert_names.isdisjoint(one.names)])
         missing = self._conversion.missing(groups)
         if missing:
             why = self._conversion.why_missing(checkpoint, missing[0])
@@ -363,10 +361,7 @@ class Packing:
             is_cast = is_alone and self._conversion.parameters[group.target].is_floating_point()
             for name, ref in refs.items():
                 if is_cast and ref.dtype not in IS_FLOAT:
-                    raise CheckpointError(
-                        f"{ref.path}: tensor {name!r}: dtype={ref.dtype!r}: must be BF16, F16, F32 or F64 (or "
-                        "quantised, with a quantization_config in config.json that transformers can undo)"
-                    )
+                    raise CheckpointError(f"{self._checkpoint.label(name)}: dtype={ref.dtype!r}: {ACCEPTED}")
                 plan[TensorSpec(name, ref.dtype, ref.shape)] = None
         return plan
 
@@ -374,10 +369,8 @@ class Packing:
         """Of a dense tensor; GGUF's vectors may stand for a matrix of one row."""
         for name, ref in refs.items():
             if ref.shape != expected and not (self._checkpoint.gguf and (1, *ref.shape) == expected):
-                source = "its metadata" if self._checkpoint.gguf else "config.json"
-                raise CheckpointError(
-                    f"{ref.path}: tensor {name!r}: shape {list(ref.shape)}, but {source} makes it {list(expected)}"
-                )
+                label, source = self._checkpoint.label(name), "its metadata" if self._checkpoint.gguf else "config.json"
+                raise CheckpointError(f"{label}: shape {list(ref.shape)}, but {source} makes it {list(expected)}")
 
     def _kept_form(self, group: Group) -> TiledFormat | None:
         """The format of a linear layer's or an embedding's weight that stays in it: whole tiles, and nobody else's."""
@@ -439,16 +432,11 @@ class Packing:
 
     def _check_unexpected(self) -> None:
         """Refuse experts that the config does not know, and any tensor of a GGUF file that means nothing."""
-        if self._checkpoint.gguf and self._unexpected:
-            name = self._unexpected[0]
-            raise CheckpointError(
-                f"{self._checkpoint.tensors[name].path}: tensor {name!r:.80}: is of no part of a "
-                f"{self._checkpoint.gguf} model of {self._checkpoint.config['num_hidden_layers']} layers"
-            )
-        for site in self._sites:
-            for name in self._unexpected:
-                if name.startswith(f"{site.name}.expert"):
-                    raise CheckpointError(
-                        f"{self._checkpoint.tensors[name].path}: tensor {name!r}: belongs to no expert; config.json "
-                        f"says {site.geometry.num_experts} experts in {site.name}"
-                    )
+        checkpoint = self._checkpoint
+        for name in self._unexpected if checkpoint.gguf else ():
+            model = f"a {checkpoint.gguf} model of {checkpoint.config['num_hidden_layers']} layers"
+            raise CheckpointError(f"{checkpoint.label(name)}: is of no part of {model}")
+        for name, site in ((name, site) for site in self._sites for name in self._unexpected):
+            if name.startswith(f"{site.name}.expert"):
+                expected = f"config.json says {site.geometry.num_experts} experts in {site.name}"
+                raise CheckpointError(f"{checkpoint.label(name)}: belongs to no expert; {expected}")

@@ -93,9 +93,8 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{folder / file_name}: tensor {name!r:.200} is not in it, but {INDEX_NAME} says so"
                 )
-        check_claims(
-            folder / "config.json", config, {name: ref.shape for name, ref in tensors.items()}, CheckpointError
-        )
+        shapes = {name: ref.shape for name, ref in tensors.items()}
+        check_claims(folder / "config.json", config, shapes, CheckpointError)
         return cls(folder, config, tensors, headers)
 
     @cached_property
@@ -127,6 +126,10 @@ class Checkpoint:
     def _beside(self) -> Path:
         """The folder of the files."""
         return self.folder.parent if self.gguf else self.folder
+
+    def label(self, name: str) -> str:
+        """What errors call a tensor."""
+        return f"{self.tensors[name].path}: tensor {name!r:.200}"
 
     def _read_into(self, name: str, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the tensor's bytes from `start`."""
