@@ -484,10 +484,8 @@ class ExpertsReader:
             shape = (1, *ref.shape[1:]) if is_part and not group.is_per_expert else ref.shape
             return torch.empty(shape, dtype=_dtype(self._checkpoint, name), device="meta")
 
-        tensors = {
-            pattern: [empty(name) for name in (names[:1] if is_part else names)]
-            for pattern, names in group.sources.items()
-        }
+        some = slice(1 if is_part else None)
+        tensors = {pattern: [empty(name) for name in names[some]] for pattern, names in group.sources.items()}
         shape = self._conversion.shape(target)
         made = tuple(self._conversion.convert(group, tensors, target, is_part).shape)
         self._check_shape(target, group, (shape[0], *made[1:]) if is_part and made[:1] == (1,) else made, shape)

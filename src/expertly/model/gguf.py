@@ -258,10 +258,8 @@ def _rope_of(said: _Metadata, row: _Architecture, head_dim: int, context: int) -
     factor = said.take("rope.scaling.factor", _NUMBER, (old or 1.0) if is_unsaid else None)
     attention = said.take("rope.scaling.attn_factor", _NUMBER, 1.0)
     original = said.take("rope.scaling.original_context_length", _SIZE, context)
-    beta_fast, beta_slow = (
-        said.take(f"rope.scaling.yarn_beta_{name}", _NUMBER, default)
-        for name, default in (("fast", 32.0), ("slow", 1.0))
-    )
+    beta_fast = said.take("rope.scaling.yarn_beta_fast", _NUMBER, 32.0)
+    beta_slow = said.take("rope.scaling.yarn_beta_slow", _NUMBER, 1.0)
     mixing = said.take("rope.scaling.yarn_ext_factor", _Kind("a number", _is_number), -1.0)
     if mixing >= 0 and mixing != (scaling == "yarn"):
         raise said.refusal("rope.scaling.yarn_ext_factor", mixing, f"{float(scaling == 'yarn')} with {scaling!r}")
@@ -270,15 +268,12 @@ def _rope_of(said: _Metadata, row: _Architecture, head_dim: int, context: int) -
     if scaling == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": float(factor), **row.rope}
     elif scaling == "yarn":
-        turns = (
-            num_dims * math.log(original / (2 * math.pi * beta)) / (2 * math.log(base))
-            for beta in (beta_fast, beta_slow)
-        )
-        first, last = (round_to(number) for round_to, number in zip((math.floor, math.ceil), turns, strict=True))
+        turn, octaves = original / (2 * math.pi), 2 * math.log(base)
+        first = math.floor(num_dims * math.log(turn / beta_fast) / octaves)
+        last = math.ceil(num_dims * math.log(turn / beta_slow) / octaves)
         if not max(0, first) < min(num_dims - 1, last):  # llama.cpp and transformers go apart
-            raise said.refusal(
-                "rope.scaling.original_context_length", original, "longer than a turn of some dimensions"
-            )
+            accepted = "longer than a turn of some dimensions"
+            raise said.refusal("rope.scaling.original_context_length", original, accepted)
         scale = {"attention_factor": attention * (1 + 0.1 * math.log(max(1.0, factor)))} if attention != 1 else {}
         rope |= {
             "rope_type": "yarn",
@@ -390,18 +385,16 @@ class GgufConversion(Conversion):
 
         super().__init__(model)
         with quiet():
-            self._processor = upstream.TENSOR_PROCESSORS.get(architecture, upstream.TensorProcessor)(
-                config=model.config.to_dict()
-            )
+            processor = upstream.TENSOR_PROCESSORS.get(architecture, upstream.TensorProcessor)
+            self._processor = processor(config=model.config.to_dict())
             names = upstream.get_gguf_hf_weights_map(model, self._processor)
         self._names = {name + ".weight" if name.endswith("_exps") else name: to for name, to in names.items()}
         both: list[core_model_loading.ConversionOps] = [core_model_loading.Concatenate(dim=1)]
         made = [("gate_up_proj", "weight", ["gate", "up"], both)]
         if architecture == GPT_OSS:  # rows of gate and up are interleaved, and matrices are [inputs, outputs]
             for layer in range(model.config.num_hidden_layers):
-                self._names |= {
-                    f"blk.{layer}.{name}": f"model.layers.{layer}.{to}" for name, to in _GPT_OSS_TENSORS.items()
-                }
+                of_layer = f"model.layers.{layer}"
+                self._names |= {f"blk.{layer}.{name}": f"{of_layer}.{to}" for name, to in _GPT_OSS_TENSORS.items()}
             both = [*both, core_model_loading.Interleave(dim=1, inverse=True)]
             turned = core_model_loading.Transpose(dim0=1, dim1=2)
             made = [
@@ -411,12 +404,9 @@ class GgufConversion(Conversion):
             ]
         self._of_pattern = {}
         for parameter, kind, matrices, operations in made:
-            converter = core_model_loading.WeightConverter(
-                source_patterns=[f".ffn_{one}_exps.{kind}" for one in matrices],
-                target_patterns=f".mlp.experts.{parameter}",
-                operations=operations,
-            )
-            self._of_pattern |= dict.fromkeys(converter.source_patterns, converter)
+            sources = [f".ffn_{matrix}_exps.{kind}" for matrix in matrices]
+            converter = core_model_loading.WeightConverter(sources, f".mlp.experts.{parameter}", operations)
+            self._of_pattern |= dict.fromkeys(sources, converter)
 
     def target(self, name: str) -> tuple[str, str | None]:
         return self._names.get(name, ""), next((one for one in self._of_pattern if name.endswith(one)), None)

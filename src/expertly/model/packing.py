@@ -254,9 +254,8 @@ def _cached_folder(checkpoint: Checkpoint, stored_as: str, cache_dir: Path | Non
     another folder's weights. A store of weights that have changed since is removed.
     """
     model_type = str(checkpoint.config.get("model_type"))
-    by_identity, by_stamp = (
-        entry_folder(model_type, name, stored_as, cache_dir) for name in (checkpoint.identity, checkpoint.stamp)
-    )
+    by_identity = entry_folder(model_type, checkpoint.identity, stored_as, cache_dir)
+    by_stamp = entry_folder(model_type, checkpoint.stamp, stored_as, cache_dir)
     for folder in (by_stamp, by_identity):
         make_room_for_this_version(folder)
         if not is_packed_store(folder):

@@ -38,9 +38,8 @@ IS_FLOAT = frozenset({"F16", "BF16", "F32", "F64"})
 def check_store_dtype(name: object, field: str = "dtype") -> str:
     """`name`, if experts can be stored in this dtype. Raises ConfigError naming what is accepted."""
     if not isinstance(name, str) or name not in STORE_DTYPES:
-        raise ConfigError(
-            f"{field}={name!r:.80}: not a dtype that experts can have; accepted: {', '.join(STORE_DTYPES)}"
-        )
+        accepted = ", ".join(STORE_DTYPES)
+        raise ConfigError(f"{field}={name!r:.80}: not a dtype that experts can have; accepted: {accepted}")
     return name
 
 
