@@ -264,11 +264,6 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def load_arguments(options: LoadOptions) -> dict[str, Any]:
-    """The arguments of `expertly.load` in a command's options."""
-    return {name: getattr(options, name) for name in LOAD_OPTIONS}
-
-
 def described() -> str:
     """The options for a docstring."""
     return "\n".join(f"    {name}: {one.metadata['option'].help}." for name, one in LOAD_OPTIONS.items())

@@ -6,15 +6,16 @@ import sys
 from typing import Any
 
 from expertly.cli.output import message, progress_bar
-from expertly.options import LoadOptions, load_arguments
+from expertly.options import LOAD_OPTIONS, LoadOptions
 
 
 def load_model(model: str | None, options: LoadOptions, **changed: Any) -> tuple[Any, Any]:
     """A model and its tokenizer (None where it has none); `changed` replaces options."""
     from expertly import api
 
+    arguments = {name: getattr(options, name) for name in LOAD_OPTIONS} | changed
     with progress_bar() as progress:
-        loaded, tokenizer = api.load(model, progress=progress, **{**load_arguments(options), **changed})
+        loaded, tokenizer = api.load(model, progress=progress, **arguments)
     say_system(loaded)
     if options.quantize is not None:
         message(f"expertly: experts are {api.handle(loaded).store.manifest.rounding}")
