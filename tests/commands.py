@@ -97,7 +97,7 @@ def _run(
     if path is not None:
         sys.path.insert(0, str(path))
         for registry in (GROUPS, EVICTIONS, PREDICTORS, PREFETCHES, ALLOCATIONS, SYSTEMS):
-            registry._entries = None  # what is installed there was read by whom this is forked from
+            vars(registry).pop("_entries", None)  # what is installed there was read by whom this is forked from
     for number, file in enumerate(files):
         if file is not None:
             os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY), number)

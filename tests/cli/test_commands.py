@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -42,7 +42,7 @@ Install = Callable[..., None]
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Installs a distribution with these commands; no other is installed."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "greeting.py").write_text(GREETING, encoding="utf-8")
@@ -54,8 +54,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         return [entry for entry in found if entry.group == group]
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
-    for name, empty in (("_entries", None), ("_loaded", {}), ("_unreachable", [])):
-        monkeypatch.setattr(commands.GROUPS, name, empty)
+    vars(commands.GROUPS).pop("_entries", None)
 
     def installed(name: str, **entries: str) -> None:
         folder = tmp_path / f"{name}-1.0.dist-info"
@@ -64,7 +63,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         lines = "".join(f"{key} = {value}\n" for key, value in entries.items())
         (folder / "entry_points.txt").write_text(f"[expertly.commands]\n{lines}")
 
-    return installed
+    yield installed
+    vars(commands.GROUPS).pop("_entries", None)
 
 
 def test_what_a_distribution_brings_is_a_group_of_commands(install: Install, capsys: Captured) -> None:
