@@ -104,7 +104,7 @@ class ExpertWorker:
         """
         self.close()
         store = open_same_store(Path(asked["folder"]), asked["store"])
-        store = replace(store, check_every=asked["check_every"]) if asked["check_every"] else store.unchecked()
+        store = replace(store, check_every=asked["check_every"]) if asked["check_every"] else replace(store, sums=())
         share = Share(store.geometry(asked["segments"]), asked["experts"])
         system = get_runnable(asked["system"])
         nbytes = share.geometry.nbytes if system.keeps_everything else asked["memory_nbytes"]

@@ -7,7 +7,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,10 +209,6 @@ class PackedStore:
         """Compare the experts of a layer with the manifest. Raises StoreError."""
         for name in expert_files(layer):
             self._check(name)
-
-    def unchecked(self) -> PackedStore:
-        """This store without comparison of reads with checksums."""
-        return replace(self, sums=())
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Open again, which checks sizes and headers, and compare all files with their checksums.
