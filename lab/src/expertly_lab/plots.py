@@ -43,13 +43,12 @@ _STYLE: Any = {
 }
 
 
-def check_plot(path: Path | None = None) -> None:
+def check_plot(path: Path) -> None:
     """Raises ConfigError, before any work, where `path` cannot be written."""
-    if path is not None and path.suffix.lower() not in FORMATS:
+    if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"plot={str(path)!r}: must end in {', '.join(FORMATS)}")
-    if path is not None and not path.absolute().parent.is_dir():
+    if not path.absolute().parent.is_dir():
         raise ConfigError(f"plot={str(path)!r}: {str(path.absolute().parent)!r} is not a folder")
-    import matplotlib  # noqa: F401 - which may be missing
 
 
 @contextmanager

@@ -31,7 +31,7 @@ REFUSED = {
         ("--hardware abacus", "hardware='abacus': no such profile"),
         ("--geometry abacus", "geometry='abacus': no such geometry"),
         ("--geometry mixtral-8x7b", "geometry='mixtral-8x7b': 32 layers of 8 experts, top-2, but "),
-        ("--system fmoe:colour=red", "system='fmoe:colour=red': 'colour': unknown; accepted with prediction=fmoe: "),
+        ("--system fmoe:colour=red", "system='fmoe:colour=red': 'colour': unknown; accepted with prediction=fmoe, "),
         ("--segments 5", "segments=5: must divide the experts' intermediate size 12; accepted up to 64: 1, 2, 3"),
         ("--segments 0", "Invalid value for '--segments': '0': must be a whole number from 1"),
         ("--memory 1%", "below the staging slots through which experts are streamed; the least is 12.50%"),

@@ -1,8 +1,6 @@
 """`expertly lab compare`: which system is fastest for a model, and how far it is from the best possible.
 
-Runs a model under each system on this machine, simulates the same requests with this machine's speeds, and writes a
-report to look at, after every budget, so that an interrupted comparison leaves one. Exit code 2 where a system failed,
-130 where it was interrupted. For a trace: `expertly lab simulate`.
+Exit code 2 where a system failed, 130 where it was interrupted; both leave a report. For a trace: `lab simulate`.
 """
 
 from __future__ import annotations
@@ -88,8 +86,6 @@ def run(args: CompareOptions) -> int:
         Hardware.read(args.hardware)
     prompts = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
     with reserved_stdout() as stdout:
-        import matplotlib  # noqa: F401 - which may be missing, and is only used at the end
-
         comparison = Comparison(settings, typed(), {"name": printable(args.model or "demo")})
         output = Output(comparison, args.out)
         comparison.keep = output.keep

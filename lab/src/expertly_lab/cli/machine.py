@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertly.cli.output import message, progress_bar
-from expertly.options import MODEL_HELP, REQUIRED, argument, check_one_memory, load_option, path_option
+from expertly.options import MODEL_HELP, REQUIRED, argument, load_option, path_option
 
 MODEL_SECONDS = 40.0
 """How long a model is measured."""
@@ -16,21 +16,16 @@ MODEL_SECONDS = 40.0
 class MachineOptions:
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     out: Path = path_option(REQUIRED, "the hardware file", "FILE.toml")
-    memory: str | None = load_option(
-        "memory", default=None, help="for the model's experts while it is measured (default: 25%)"
-    )
-    total_memory: str | None = load_option("total_memory")
+    memory: str = load_option("memory", default="25%", help="for the model's experts while it is measured")
 
 
 def run(args: MachineOptions) -> int:
-    """Measure layers, experts and loads of a model on the engine: a TOML file that `--hardware` takes."""
+    """Measure a model's layers, experts and loads on this machine, as a TOML file for `--hardware`."""
     from expertly import api
     from expertly_lab.model_profile import measure_model
 
-    check_one_memory(args.memory, args.total_memory)
-    memory, total = args.memory or ("25%" if args.total_memory is None else "auto"), args.total_memory
     with progress_bar() as progress:
-        model, _ = api.load(args.model, memory=memory, total_memory=total, system="lru", progress=progress)
+        model, _ = api.load(args.model, memory=args.memory, system="lru", progress=progress)
     try:
         hardware = measure_model(model, MODEL_SECONDS)
     finally:
