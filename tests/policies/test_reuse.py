@@ -196,22 +196,16 @@ def test_with_many_experts_a_layer_looks_at_fewer_others(experts: int, looked_at
 
 
 def test_a_new_model_goes_on_with_what_another_learned() -> None:
+    """From copies, which nobody changes."""
     model, other = taught(), ReuseModel(SHAPE)
-    assert model.state()["tokens"].tolist() == [1499] * 3
-    other.restore(model.state())
-    of_other, of_new = (np.mean(ranks(one, told_by_another(200, 1))) for one in (other, ReuseModel(SHAPE)))
-    assert of_other > 0.88 > 0.7 > of_new
-    assert other.num_learned == 1499 + 199
-
-
-def test_rates_are_copies() -> None:
-    model = taught()
     state = model.state()
     before = {name: array.copy() for name, array in state.items()}
-    ranks(model, told_by_another(50, 2))
-    other = ReuseModel(SHAPE)
+    assert state["tokens"].tolist() == [1499] * 3
     other.restore(state)
-    ranks(other, told_by_another(50, 2))
+    of_other, of_new = (np.mean(ranks(reuse, told_by_another(200, 1))) for reuse in (other, ReuseModel(SHAPE)))
+    assert of_other > 0.88 > 0.7 > of_new
+    assert other.num_learned == 1499 + 199
+    ranks(model, told_by_another(50, 2))
     for name, array in before.items():
         np.testing.assert_array_equal(state[name], array)
 

@@ -265,9 +265,8 @@ class NumpyReuse:
 
 class LayerReuse:
     """The weights of the E experts of one layer, and the steps that they have yet to learn from. `own` and `seen` are
-    the dense ids of these experts and of the S experts whose inputs the layer uses, its own among them. `recent` and
-    `mean` are the inputs of all experts by dense id and their averages; `NumpyReuse` updates the former, layers the
-    latter. `past` is shared by all layers.
+    the dense ids of these experts and of the S experts whose inputs the layer uses. `recent` and `mean` are the inputs
+    of all experts and their averages; `NumpyReuse` updates the former, layers the latter. `past` is all layers'.
     """
 
     def __init__(self, own: slice, seen: slice, recent: Floats, mean: Floats, past: OwnPast) -> None:
@@ -275,8 +274,8 @@ class LayerReuse:
         self._own_seen = slice(own.start - seen.start, own.stop - seen.start)
         self.weights = _first_weights(own, seen)
         self._base: Floats = np.zeros(num, np.float32)  # the value where inputs are at their averages
+        # To learn from: inputs [S], values, what similar steps say, uses and classes of own past, [E].
         self._steps: list[tuple[Floats, Floats, Floats, Floats, npt.NDArray[np.int64]]] = []
-        """To learn from: inputs [S], values, what similar steps say, uses and classes of own past, [E]."""
         self._num_followed = 0  # tokens that the means of its inputs rest on
         self._age = np.full(num, len(_AGE_CLASSES), np.int64)  # steps since each expert's last use
         self._served: Floats = np.zeros(num, np.float32)  # steps, or prompt tokens, that each expert served; fading
@@ -403,10 +402,8 @@ class SimilarSteps:
 
 
 class OwnPast:
-    """What experts of all layers turned out to be worth, by how long ago and how often they had been used: the order of
-    LRU where recency tells, of LFU where frequency does, and mixtures. It also weighs this against the other
-    predictions: by a regression on what was then needed, over the last WEIGHED tokens. So what was learned elsewhere
-    counts as far as it holds here.
+    """What experts of all layers turned out to be worth, by how long ago and how often they had been used, weighed
+    against the other predictions by a regression on what was then needed, over the last WEIGHED tokens.
 
     A class is a pair of an age in _AGE_CLASSES and a rate of use (two classes an octave). Before anything was seen,
     recent and frequent use are worth most.
@@ -417,18 +414,14 @@ class OwnPast:
         rates = 2.0 ** (np.arange(_NUM_RATES) / 2 + _LEAST_OCTAVE)
         self.first = (0.75 / (1 + ages) + 1.5 * rates[:, None]).clip(0, 1).reshape(-1)
         self._sums, self._nums = np.zeros(len(self.first)), np.zeros(len(self.first))
-        self.said: Floats = self.first.astype(np.float32)
-        """The worth of each class. Callers must not write it."""
-        self.weights: Floats = _FIRST_WEIGHTS.astype(np.float32)
-        """Of the model, similar steps and own past."""
+        self.said: Floats = self.first.astype(np.float32)  # the worth of each class
+        self.weights: Floats = _FIRST_WEIGHTS.astype(np.float32)  # of the model, similar steps and own past
         self._products = np.zeros((4, 4))  # of these three and what was needed
         self.fading = np.exp(-BATCH / (WEIGHED * num_layers))
         self.fading_of_said = np.exp(-BATCH / (KNOWN * num_layers))
 
     def learn(self, classes: npt.NDArray[np.int64], values: Floats, similar: Floats, needed: Floats) -> None:
-        """Learn from some steps of a layer, [B, E] each: the classes of its experts, what the model and similar steps
-        said of them, and what they turned out to be worth.
-        """
+        """Learn from B steps of a layer, [B, E] each: classes, what was said of them, and what they were worth."""
         terms = np.stack((values, similar, self.said[classes], needed)).reshape(4, -1).astype(np.float64)
         self._products *= self.fading
         self._products += np.einsum("im,jm->ij", terms, terms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -11,13 +12,15 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Prediction
+from expertly.core.messages import Prediction, RouterRan
+from expertly.core.observation import Began, Routed
 from expertly.policies.known import Known
-from expertly.policies.prediction import best_of_rows
+from expertly.policies.prediction import Predictor, best_of_rows
 from expertly.policies.registry import PREDICTORS
 from expertly.testing import PREDICTOR_CHECKS, made_up
 from expertly.testing.made_up import SHAPE, ListFuture, some_future
 from expertly.testing.predictor import DISTANCES
+from tests.scheduler.drive import geometry
 from tests.tables import crossed
 from tests.weights import random_weights
 
@@ -99,3 +102,52 @@ def test_it_is_the_union_of_every_rows_best(num_rows: int, width: int) -> None:
         assert prediction is not None and (prediction.layer, prediction.distance) == (2, 3)
         assert list(zip(prediction.experts, prediction.scores, strict=True)) == expected
         assert prediction.probabilities == scores.max(axis=0).tolist()
+
+
+# -- lookahead, which goes by what it is shown ------------------------------------------------------------------------
+
+
+def looks(layer: int, *rows: list[list[float]]) -> Routed:
+    return Routed(RouterRan(layer, [0], [1], [True], len(rows)), lookahead=np.array(rows, np.float32))
+
+
+def lookahead(**options: Any) -> Predictor:
+    return PREDICTORS["lookahead"].make(geometry(layers=4, experts=6), Known(), **options)
+
+
+def said(predictions: Iterable[Prediction]) -> dict[tuple[int, int], list[int]]:
+    """(layer, distance) -> experts."""
+    return {(p.layer, p.distance): p.experts for p in predictions}
+
+
+NEXT, SECOND, THIRD = [0.1, 0.5, 0.4, 0, 0, 0], [0.6, 0, 0, 0.4, 0, 0], [0, 0, 0, 0, 0.3, 0.7]
+
+
+def test_lookahead_looks_as_far_as_it_is_shown() -> None:
+    ahead = lookahead(distance=3)
+    assert said(ahead.router_ran(looks(0, [NEXT]))) == {(1, 1): [1, 2]}
+    assert said(ahead.router_ran(looks(1, [NEXT]))) == {(2, 1): [1, 2]}
+
+
+def test_a_request_goes_on_from_its_last_row() -> None:
+    """A prompt of three tokens and two requests that decode: what the prompt's first tokens say is over."""
+    ahead = lookahead(given={"next_token": "yes"})
+    rows = [[NEXT], [THIRD], [[0, 0, 0, 1.0, 0, 0]], [SECOND], [NEXT]]
+    list(ahead.begin_iteration(Began(np.array([7, 7, 4, 7, 4]), np.zeros(5, np.bool_))))
+    (inside,) = ahead.router_ran(looks(2, *rows))
+    assert (inside.layer, inside.experts) == (3, [3, 5, 0, 1, 2, 4][: len(inside.experts)]), "of all rows"
+    (after,) = ahead.router_ran(looks(3, *rows))
+    assert (after.layer, after.distance, after.experts) == (0, 1, [0, 1, 2, 3]), "SECOND and NEXT"
+    assert after.probabilities == pytest.approx([0.6, 0.5, 0.4, 0.4, 0, 0])
+    assert said(ahead.router_ran(looks(3, *rows[:2]))) == {}, "of rows that nobody announced"
+    assert said(ahead.router_ran(looks(3, [THIRD]))) == {(0, 1): [5, 4]}, "a single one is the last"
+
+
+def test_lookahead_goes_round_the_stack_that_runs() -> None:
+    """Layers 2 and 3 are a decoder: its last layer leads to its first. An encoder shows nothing past its last."""
+    ahead = lookahead(distance=3, given={"next_token": "yes"})
+    decoder = Began(np.zeros(1, np.int64), np.zeros(1, np.bool_), layers=range(2, 4))
+    list(ahead.begin_iteration(decoder))
+    assert said(ahead.router_ran(looks(2, [NEXT, [0] * 6, [0] * 6]))) == {(3, 1): [1, 2]}
+    assert said(ahead.router_ran(looks(3, [THIRD, [0] * 6, [0] * 6]))) == {(2, 1): [5, 4]}
+    assert said(ahead.router_ran(looks(1, [NEXT]))) == {}, "no part of it"
