@@ -211,7 +211,8 @@ class Cache:
             for eid, units in to_stage:
                 self._evict(eid, units, is_staged=True)
         for eid, units in new.items():
-            self.keep(eid, units)
+            if units:
+                self.keep(eid, units)
 
     def make_prefetch_room(
         self, eid: int, units: Sequence[int], protected: Container[int] | None, *, is_next: bool = False
@@ -272,7 +273,8 @@ class Cache:
             self.staged[self._class_of[layer]] += len(units)
         else:
             self.slots.release(units)
-        phase = self._counters[layer].phase(self.is_decoding)
+        counters = self._counters[layer]
+        phase = counters.decode if self.is_decoding else counters.prefill
         phase.evicted_nbytes += len(units) * self.slots.segment_nbytes[layer]
 
     # -- quotas ------------------------------------------------------------------------------------------------

@@ -37,15 +37,6 @@ class PhaseCounters:
         for counter in _COUNTERS:
             setattr(self, counter, getattr(self, counter) + getattr(other, counter))
 
-    def count_demand(self, num_experts: int, parts_there: Sequence[int], num_parts: int, unit_nbytes: int) -> None:
-        """So many experts were demanded; `parts_there`: of those that were not wholly resident, the units that were."""
-        hits, num_partial = num_experts - len(parts_there), sum(map(bool, parts_there))
-        self.hits += hits
-        self.partial_hits += num_partial
-        self.misses += len(parts_there) - num_partial
-        self.demanded_nbytes += num_experts * num_parts * unit_nbytes
-        self.hit_nbytes += (hits * num_parts + sum(parts_there)) * unit_nbytes
-
     @property
     def demands(self) -> int:
         return self.hits + self.partial_hits + self.misses
@@ -98,15 +89,21 @@ class LayerCounters:
         the P units of each are.
         """
         is_decode, num_tokens = router.is_decode, router.num_tokens
-        if 0 not in num_tokens and not (True in is_decode and False in is_decode):  # nearly always
-            phase = self.decode if True in is_decode else self.prefill
-            phase.count_demand(len(num_tokens), parts_there, num_parts, unit_nbytes)
-            return
-        there = dict(zip(missing, parts_there, strict=True))
-        for of_decode in (True, False):
-            positions = [i for i, num in enumerate(num_tokens) if num and is_decode[i] == of_decode]
-            lacking = [there[i] for i in positions if i in there]
-            self.phase(of_decode).count_demand(len(positions), lacking, num_parts, unit_nbytes)
+        groups = [(True in is_decode, len(num_tokens), parts_there)]  # nearly always all are of one phase
+        if 0 in num_tokens or (True in is_decode and False in is_decode):
+            there = dict(zip(missing, parts_there, strict=True))
+            groups = []
+            for of_decode in (True, False):
+                positions = [i for i, num in enumerate(num_tokens) if num and is_decode[i] == of_decode]
+                groups.append((of_decode, len(positions), [there[i] for i in positions if i in there]))
+        for of_decode, num_experts, lacking in groups:
+            phase = self.decode if of_decode else self.prefill
+            hits, num_partial = num_experts - len(lacking), sum(map(bool, lacking))
+            phase.hits += hits
+            phase.partial_hits += num_partial
+            phase.misses += len(lacking) - num_partial
+            phase.demanded_nbytes += num_experts * num_parts * unit_nbytes
+            phase.hit_nbytes += (hits * num_parts + sum(lacking)) * unit_nbytes
 
     def add(self, other: LayerCounters) -> None:
         self.prefill.add(other.prefill)

@@ -120,9 +120,10 @@ def _computing(
             held.setdefault(span.expert, []).append(span)
         return is_held
 
+    num_parts = scheduler.slots.num_parts
     num_coming = sum([span.num_segments for span in (*plan.loads, *plan.in_flight)])
     at_once = not num_coming or (scheduler.cache.is_split and scheduler.cache.is_decoding)
-    ready = [span for span in plan.ready if at_once or not holds(span)]
+    ready = [span for span in plan.ready if at_once or span.num_segments == num_parts or not holds(span)]
     while True:
         spans: list[Span] = []
         while num_coming and (together or not spans):
@@ -133,7 +134,9 @@ def _computing(
                 arrived = transport.wait()
             if scheduler.loaded(arrived):
                 num_coming -= arrived.num_segments
-                if not holds(arrived):
+                if arrived.num_segments == num_parts:
+                    spans.append(arrived)
+                elif not holds(arrived):
                     spans += joined([*held.pop(arrived.expert, ()), arrived])
             elif prefetcher is not None:  # there is room for more
                 prefetcher.refill()

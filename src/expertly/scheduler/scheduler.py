@@ -143,7 +143,7 @@ class Scheduler:
     def is_coming(self, span: Span) -> bool:
         """Whether the running layer waits for other units of the span's expert."""
         eid = self.slots.first_of[span.layer] + span.expert
-        return span.num_segments < self.slots.num_parts and bool(self.slots.in_state(eid, LOADING))
+        return bool(self.slots.in_state(eid, LOADING))
 
     def computed(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Spans of the running layer were computed: free those that are staged. Returns what to load next."""
@@ -154,7 +154,8 @@ class Scheduler:
             if self.deferred or staged[size_class]:
                 units = self.slots.units_of(span)
                 self.cache.free_staged(units.start // self.slots.num_parts, units)
-                self._load_deferred(loads)
+                if self.deferred:
+                    self._load_deferred(loads)
         return loads
 
     def end_layer(self) -> None:
@@ -200,16 +201,18 @@ class Scheduler:
         slots, needed = self.slots, self._needed()
         for position in missing if slots.prefetching else ():
             plan.in_flight += slots.await_prefetched(needed[position])
-        self.num_open += _num_units(plan.in_flight)
+        if plan.in_flight:
+            self.num_open += _num_units(plan.in_flight)
         if self.keeps_best:
             self.cache.admit_best(router, needed, self.upcoming() if self.predicts else ())
         else:
             missing = self._admit_all(router, missing, needed)
         lacking: list[_Lacking] = []
+        every_kept = self.cache.partitions[router.layer].kept
         for position in missing:
             eid = needed[position]
             if absent := slots.in_state(eid, ABSENT):
-                kept = self.cache.kept(eid)
+                kept = every_kept.get(eid, ())
                 to_keep = absent if len(kept) == slots.num_parts else [unit for unit in absent if unit in kept]
                 lacking.append((position, absent, to_keep))
         if self.split is not None and lacking:
@@ -222,7 +225,8 @@ class Scheduler:
                 self.deferred.append((position, waiting))
                 for unit in waiting:
                     slots.state[unit] = QUEUED
-        self._load_deferred(plan.loads)
+        if self.deferred:
+            self._load_deferred(plan.loads)
 
     def _admit_all(self, router: RouterRan, missing: list[int], needed: list[int]) -> list[int]:
         """Keep what can be kept of what is needed. Experts of decode may evict, in router order, then those of prompts
@@ -269,7 +273,8 @@ class Scheduler:
         """Give units slots, of which there are enough, and add their spans to `loads`."""
         router = self.router
         assert router is not None
-        phase = self.counters[router.layer].phase(router.is_decode[position])
+        counters = self.counters[router.layer]
+        phase = counters.decode if router.is_decode[position] else counters.prefill
         phase.loaded_nbytes += len(units) * self.slots.segment_nbytes[router.layer]
         loads += self.cache.allocate(units[0] // self.slots.num_parts, units, LOADING)
         self.num_open += len(units)
@@ -279,8 +284,6 @@ class Scheduler:
         otherwise as much as fits. A layer that has nothing else to compute takes what fits, too: nothing would free a
         slot.
         """
-        if not self.deferred:
-            return
         assert self.router is not None
         pool = self.slots.pool(self.router.layer)
         staging = self.cache.staging[self.geometry.size_classes[self.router.layer]]

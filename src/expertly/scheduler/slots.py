@@ -65,10 +65,10 @@ class SlotTable:
         if state == PREFETCHING:
             self.prefetching[eid] = self.prefetching.get(eid, 0) + len(units)
         if len(units) == self.num_parts and pool.blocks:  # nearly always: a block
-            units, slots = self.units(eid), pool.take(self.num_parts)
-            assert self.slot[units.start : units.stop] == [_NO_SLOT] * self.num_parts, "a unit has one slot"
-            self.slot[units.start : units.stop] = slots
-            self.state[units.start : units.stop] = [state] * self.num_parts
+            first, stop, slots = units[0], units[0] + self.num_parts, pool.take(self.num_parts)
+            assert self.slot[first:stop] == [_NO_SLOT] * self.num_parts, "a unit has one slot"
+            self.slot[first:stop] = slots
+            self.state[first:stop] = [state] * self.num_parts
             return [Span(layer, eid - self.first_of[layer], 0, self.num_parts, slots[0])]
         for run in _runs(units):
             before = self.slot[run.start - 1] if run.start % self.num_parts else _NO_SLOT
@@ -91,8 +91,8 @@ class SlotTable:
         if num == self.num_parts:
             self.whole[eid] = span
         elif self.num_resident[eid] == self.num_parts:
-            first, *others = self.spans(self.units(eid))
-            self.whole[eid] = None if others else first
+            spans = self.spans(self.units(eid))
+            self.whole[eid] = spans[0] if len(spans) == 1 else None
         return state == LOADING
 
     def await_prefetched(self, eid: int) -> list[Span]:
@@ -107,8 +107,8 @@ class SlotTable:
 
     def release(self, units: Sequence[int]) -> None:
         """Free the slots of units of one expert: they are absent now."""
-        eid, states = units[0] // self.num_parts, [self.state[unit] for unit in units]
-        self.pool(self.layer_of[eid]).give([self.slot[unit] for unit in units])
+        eid, states = units[0] // self.num_parts, list(map(self.state.__getitem__, units))
+        self.pool(self.layer_of[eid]).give(list(map(self.slot.__getitem__, units)))
         for unit in units:
             self.state[unit], self.slot[unit] = ABSENT, _NO_SLOT
         self.num_resident[eid] -= states.count(RESIDENT)
@@ -170,7 +170,8 @@ class Pool:
         """
         self.num_free -= num
         if num == self._size and self.blocks:
-            return self._block(self.blocks.pop())
+            first = self.blocks.pop()
+            return range(first, first + num)
         taken: list[int] = []
         run = range(0) if wanted is None else range(wanted, wanted + num)
         while len(taken) < num:
@@ -183,8 +184,9 @@ class Pool:
     def give(self, slots: Sequence[int]) -> None:
         """Return slots; a block that is wholly free is a block again."""
         self.num_free += len(slots)
-        if slots[0] % self._size == 0 and [*slots] == [*self._block(slots[0])]:  # nearly always
-            self.blocks.append(slots[0])
+        first = slots[0]
+        if first % self._size == 0 and [*slots] == [*range(first, first + self._size)]:  # nearly always
+            self.blocks.append(first)
             return
         self._loose.update(slots)
         for first in dict.fromkeys([slot - slot % self._size for slot in slots]):
