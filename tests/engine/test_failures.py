@@ -4,9 +4,13 @@ it is), nothing hangs, everything is given back, and the next request works or s
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import signal
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,8 @@ from expertly.scheduler.slots import LOADING, PREFETCHING
 from expertly.store.packed import PackedStore, experts_name
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
-from tests.engine.disk import Preads
-from tests.engine.failing import FailOnce, interrupt_at_lines, interrupt_twice, raising
+from tests.engine.disk import Preads, path_of
+from tests.engine.failing import raising
 from tests.engine.observe import assert_streamed, loaded, open_files, prediction, reader_threads
 from tests.engine.predictors import Failing
 from tests.families import NUM_EXPERTS, fill_with_nan, generate, make_prompts
@@ -47,6 +51,24 @@ def assert_works(model: Any, case: Case) -> None:
 
 
 # -- reads -----------------------------------------------------------------------------------------------------------
+
+
+class FailOnce:
+    """A pread that fails at its `at`-th call, once."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.path: Path | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, file: int, buffer: memoryview, offset: int) -> int:
+        with self._lock:
+            self.at -= 1
+            is_now = self.at == 0
+        if is_now:
+            self.path = path_of(file)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.preadv(file, [buffer], offset)
 
 
 @pytest.mark.parametrize(("at", "system", "segments"), [(1, "on-demand", 1), (40, "lru", 4), (5, "static", 1)])
@@ -116,22 +138,81 @@ def test_a_predictor_that_fails_fails_one_pass(cases: Cases, monkeypatch: pytest
 @pytest.mark.parametrize("system", ["lru", "fmoe"])
 def test_two_interrupts_while_a_disk_is_slow(system: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait for the reads of the running layer, and no longer."""
-    interrupt_twice(cases["qwen3_moe"], monkeypatch, check_nothing_moves, system=system, device="cpu", memory="60%")
+    case, may_read, waits = cases["qwen3_moe"], threading.Event(), threading.Event()
+    may_read.set()
+
+    def slowly(file: int, buffer: memoryview, offset: int) -> int:
+        waits.set()
+        if threading.current_thread() is not threading.main_thread():  # out of which no interrupt would come
+            may_read.wait(3)
+        return os.preadv(file, [buffer], offset)
+
+    def interrupt() -> None:
+        waits.wait(30)
+        for _ in range(2):
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+        may_read.set()
+
+    Preads(monkeypatch, slowly)
+    with loaded(case.store, system=system, memory="60%") as model:
+        assert generate(model, case.prompts) == case.tokens
+        may_read.clear()
+        waits.clear()
+        user = threading.Thread(target=interrupt)
+        user.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, case.prompts)
+        finally:
+            user.join()
+            may_read.set()
+        assert generate(model, case.prompts) == case.tokens
+        check_nothing_moves(model)
+
+
+class InterruptAt:
+    """Sends SIGINT before the `at`-th line that runs in the engine, the scheduler or the policies."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        name = frame.f_code.co_filename
+        is_ours = "/expertly/engine/" in name or "/expertly/scheduler/" in name or "/expertly/policies/" in name
+        return self._line if is_ours else None
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return self._line
 
 
 @pytest.mark.parametrize(
-    ("lines", "settings"),
+    ("lines", "system"),
     [
-        (range(3, 9000, 818), {"system": "expertly"}),
-        (range(412, 9000, 818), {"system": "expertly:segments=4"}),
-        (range(5, 9000, 409), {"system": "fmoe"}),
+        (range(3, 9000, 818), "expertly"),
+        (range(412, 9000, 818), "expertly:segments=4"),
+        (range(5, 9000, 409), "fmoe"),
     ],
     ids=["P=1", "P=4", "fmoe"],
 )
-def test_an_interrupt_at_any_line_leaves_a_model_that_works(
-    lines: range, settings: dict[str, Any], cases: Cases
-) -> None:
-    interrupt_at_lines(cases["qwen3_moe"], lines, check_nothing_moves, memory="25%", learned="off", **settings)
+def test_an_interrupt_at_any_line_leaves_a_model_that_works(lines: range, system: str, cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    with loaded(case.store, system=system) as model:
+        generate(model, case.prompts, 3)
+        for at in lines:
+            sys.settrace(InterruptAt(at))
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    generate(model, case.prompts)
+            finally:
+                sys.settrace(None)
+            assert generate(model, case.prompts, 5) == [tokens[:5] for tokens in case.tokens], f"line {at}"
+            check_nothing_moves(model)
 
 
 # -- bytes that flipped ------------------------------------------------------------------------------------------------
@@ -194,9 +275,6 @@ def test_nan_is_told_with_the_layer_that_gave_it_first(tensor: str, told: str, c
             with pytest.raises(NanError, match=f"{told} gave NaN: the checkpoint's weights"):
                 generate(model, make_prompts(num_prompts, length=14))
         check_nothing_moves(model)
-
-
-# -- the command line ------------------------------------------------------------------------------------------------
 
 
 # -- loads -----------------------------------------------------------------------------------------------------------
