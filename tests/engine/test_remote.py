@@ -138,6 +138,12 @@ def test_beside_an_accelerator(cases: Cases, peers: list[ThreadPeer], monkeypatc
 # -- workers that die ------------------------------------------------------------------------------------------------
 
 
+def refused(store: Path, match: str, **settings: Any) -> None:
+    with pytest.raises(ConfigError, match=match):
+        expertly.load(str(store), **({"workers": 2, "device": "cpu", "memory": "50%", "learned": "off"} | settings))
+    assert not reader_threads() and not [one for one in threading.enumerate() if one.name.startswith("worker-")]
+
+
 def at_layer(number: int, do: Callable[[], object]) -> Callable[[Kind], None]:
     """Before a worker's message of this number that asks for a layer."""
     left = [number]
@@ -158,19 +164,20 @@ def test_a_worker_that_dies_is_replaced_here_and_joins_again(
     case = cases["qwen3_moe"]
     settings = {"memory": "100%", "worker_memory": "100%"} if system == "resident" else {}
     with with_workers(case.store, system=system, **settings) as model:
+        num_readers = len(reader_threads())
         peers[1].can_start = False
         peers[1].before = at_layer(7, peers[1].kill)
-        assert generate(model, case.prompts) == case.tokens
+        for _ in range(2):
+            assert generate(model, case.prompts) == case.tokens
         assert states(model, "alive") == [True, False] and states(model, "drops") == [0, 1]
-        assert "cannot be started" in of_workers(model)[1]["worker"]["problem"]
-        assert generate(model, case.prompts) == case.tokens
+        assert "cannot be started" in states(model, "problem")[1]
         peers[1].can_start = True
         until_all_are_back(model, case)
         assert states(model, "joins") == [0, 1] and peers[1].num_starts == 2
         before = states(model, "bytes_received")[1]
         assert generate(model, case.prompts) == case.tokens
         assert states(model, "bytes_received")[1] > before, "it computes again"
-        assert not any("w1" in name for name in reader_threads())
+        assert len(reader_threads()) == num_readers, "and nobody here in its place"
 
 
 def test_a_worker_that_stalls_is_dropped_and_joins_when_it_wakes(
@@ -180,10 +187,9 @@ def test_a_worker_that_stalls_is_dropped_and_joins_when_it_wakes(
     monkeypatch.setattr(remote, "DEADLINE_S", 2.0)  # the other worker answers, on a busy machine too
     with with_workers(case.store) as model:
         peers[0].before = at_layer(5, wake.wait)
-        assert generate(model, case.prompts) == case.tokens
-        assert states(model, "alive") == [False, True]
-        assert of_workers(model)[0]["worker"]["problem"] == "no answer within its deadline"
-        assert generate(model, case.prompts) == case.tokens
+        for _ in range(2):
+            assert generate(model, case.prompts) == case.tokens
+            assert states(model, "problem") == ["no answer within its deadline", None]
         wake.set()
         until_all_are_back(model, case)
         assert states(model, "joins") == [1, 0] and peers[0].num_starts == 1, "it was not started anew"
@@ -200,7 +206,6 @@ def test_a_worker_that_does_not_answer_is_asked_once_for_all_statistics(
         peers[0].before = lambda kind: wake.wait() and None if kind is Kind.STATS else None
         before = sum(peer.kinds.count(Kind.STATS) for peer in peers)
         expertly.stats(model).as_dict()
-        assert len(handle(model).store.manifest.layers) > 1
         wake.set()
         assert generate(model, case.prompts) == case.tokens
         assert sum(peer.kinds.count(Kind.STATS) for peer in peers) - before <= 2, "once each worker"
@@ -211,14 +216,7 @@ def test_a_worker_that_cannot_open_leaves_no_thread_behind(
 ) -> None:
     monkeypatch.setattr(Shard, "preload", raising(OSError("no disk")))
     settings = {"system": "resident", "memory": "100%", "worker_memory": "100%"}
-    with (
-        pytest.raises(ConfigError, match="workers: w0: OSError: no disk"),
-        with_workers(cases["qwen3_moe"].store, **settings),
-    ):
-        pass
-    for peer in peers:
-        assert peer.running.worker._shard is None
-    assert not reader_threads()
+    refused(cases["qwen3_moe"].store, "workers: w0: OSError: no disk", **settings)
 
 
 def test_a_worker_that_cannot_read_is_dropped(
@@ -292,26 +290,18 @@ def test_a_layer_that_fails_here_leaves_the_workers_well(
 # -- workers that are refused ----------------------------------------------------------------------------------------
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, store: Path, match: str, **settings: Any) -> None:
-    with pytest.raises(ConfigError, match=match):
-        expertly.load(str(store), **({"workers": 2, "device": "cpu", "memory": "50%", "learned": "off"} | settings))
-    assert not reader_threads() and not [one for one in threading.enumerate() if one.name.startswith("worker-")]
-
-
 def test_another_store_version_or_model_is_refused_by_name(
     own: tuple[Case, Path], peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _, store = own
     original = worker.open_same_store
     pack(make_checkpoint("qwen3_moe", tmp_path / "other", seed=7), tmp_path / "other-store")
-    with monkeypatch.context() as patched:
-        patched.setattr(worker, "open_same_store", lambda _, facts: original(tmp_path / "other-store", facts))
-        refused(
-            patched, store, r"workers: w0: StoreError: the store at .*other-store differs from .* in identity, files"
-        )
-    with monkeypatch.context() as patched:
-        patched.setattr(worker, "open_same_store", lambda _, facts: original(tmp_path / "nowhere" / "s", facts))
-        refused(patched, store, r"workers: w0: StoreError: no packed store at .*nowhere/s nor at .*; copy it")
+    for folder, told in (
+        (tmp_path / "other-store", r"the store at .*other-store differs from .* in identity, files"),
+        (tmp_path / "nowhere" / "s", r"no packed store at .*nowhere/s nor at .*; copy it"),
+    ):
+        monkeypatch.setattr(worker, "open_same_store", lambda _, facts, folder=folder: original(folder, facts))
+        refused(store, f"workers: w0: StoreError: {told}")
     other = wire.message(Kind.HELLO, {"version": 9, "expert_nbytes": 1})
     with pytest.raises(wire.WorkerFailedError, match=r"messages are of version \d, the engine's of 9; install"):
         wire.parts_of(worker.ExpertWorker().answer(other))
@@ -329,13 +319,20 @@ def test_a_copy_in_the_workers_own_cache_is_found(
         assert generate(model, case.prompts) == case.tokens
 
 
-def test_what_cannot_work_is_refused(cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch) -> None:
-    store = cases["qwen3_moe"].store
-    refused(monkeypatch, store, r"workers: w0: BudgetError: memory=\d+ bytes: below the staging", worker_memory=1000)
-    refused(monkeypatch, store, r"worker_memory='much'", worker_memory="much")
-    refused(monkeypatch, store, "workers: w0 has .* for experts, and system 'resident' keeps all", system="resident",
-            memory="auto", worker_memory="2%")  # fmt: skip
-    refused(monkeypatch, store, "workers: 8, but a layer has 8 experts; accepted: at most 7", workers=8)
+@pytest.mark.usefixtures("peers")
+def test_what_cannot_work_is_refused(cases: Cases) -> None:
+    for told, settings in (
+        (r"workers: w0: BudgetError: memory=\d+ bytes: below the staging", {"worker_memory": 1000}),
+        (r"worker_memory='much'", {"worker_memory": "much"}),
+        (
+            "workers: w0 has .* for experts, and system 'resident' keeps all",
+            {"system": "resident", "memory": "auto", "worker_memory": "2%"},
+        ),
+        ("workers: 8, but a layer has 8 experts; accepted: at most 7", {"workers": 8}),
+    ):
+        refused(cases["qwen3_moe"].store, told, **settings)
+    with pytest.raises(ConfigError, match="only with the option `workers`"):
+        expertly.load(str(cases["qwen3_moe"].store), worker_memory="50%")
 
 
 # -- who holds what --------------------------------------------------------------------------------------------------
@@ -351,11 +348,6 @@ def test_shares_follow_memory(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> 
     put_in_threads(monkeypatch, "90%", "90%")
     with loaded(cases["qwen3_moe"].store, workers=2, memory="60%") as model:
         assert [one["experts"] for one in expertly.stats(model).as_dict()["devices"]] == [8, 8, 8]
-
-
-def test_the_memory_of_workers_needs_workers(cases: Cases) -> None:
-    with pytest.raises(ConfigError, match="only with the option `workers`"):
-        expertly.load(str(cases["qwen3_moe"].store), worker_memory="50%")
 
 
 def test_workers_on_this_machine_share_its_memory(
