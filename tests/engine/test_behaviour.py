@@ -132,6 +132,13 @@ def test_a_systems_own_segments_are_those_that_its_experts_can_be_cut_into(cases
         assert expertly.stats(model).as_dict()["segments"] in (2, 3, 4), "5 divides no width of the test models"
 
 
+def beside_nbytes(case: Case, num_tokens: int) -> int:
+    """What a model takes beside its experts, with a prompt of so many tokens."""
+    store, config = PackedStore.open(case.store), json.loads((case.folder / "config.json").read_text())
+    working = BESIDE_NBYTES + expert_nbytes_at_once(store.manifest.layers[0]) + num_tokens * pass_nbytes(config, 4)
+    return store.dense_nbytes + working + kv_cache_nbytes(config, num_tokens, 4)
+
+
 def test_auto_takes_what_is_free_and_says_why(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
     store = str(case.store)
@@ -139,11 +146,8 @@ def test_auto_takes_what_is_free_and_says_why(cases: Cases, monkeypatch: pytest.
         stats = expertly.stats(model).as_dict()
         assert stats["memory_bytes"] == stats["expert_bytes"]
         assert "all experts fit" in stats["memory_reason"]
-    expert_nbytes, dense = stats["expert_bytes"], PackedStore.open(case.store).dense_nbytes
-    cache = kv_cache_nbytes({"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8}, 100, 4)
-    config = json.loads((case.folder / "config.json").read_text())
-    beside = BESIDE_NBYTES + expert_nbytes_at_once(PackedStore.open(case.store).manifest.layers[0])
-    free = dense + cache + beside + 100 * pass_nbytes(config, 4) + expert_nbytes // 2
+    expert_nbytes = stats["expert_bytes"]
+    free = beside_nbytes(case, 100) + expert_nbytes // 2
     monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda device: free)
     with loaded(store, memory=None, context=100) as model:
         stats = expertly.stats(model).as_dict()
@@ -167,12 +171,9 @@ def test_a_total_is_what_everything_takes(cases: Cases, monkeypatch: pytest.Monk
     case = cases["qwen3_moe"]
     with loaded(case.store) as model:
         expert_nbytes = expertly.stats(model).as_dict()["expert_bytes"]
-    store, config = str(case.store), json.loads((case.folder / "config.json").read_text())
-    packed = PackedStore.open(case.store)
-    beside = packed.dense_nbytes + BESIDE_NBYTES + expert_nbytes_at_once(packed.manifest.layers[0])
-    beside += 100 * pass_nbytes(config, 4) + kv_cache_nbytes(config, 100, 4)
+    store = str(case.store)
     monkeypatch.setattr(engine_memory, "rss_nbytes", lambda: 300 << 20)
-    total = (300 << 20) + beside + expert_nbytes // 2
+    total = (300 << 20) + beside_nbytes(case, 100) + expert_nbytes // 2
     with loaded(store, memory="auto", total_memory=total, context=lambda tokenizer: 100) as model:
         stats = expertly.stats(model).as_dict()
         assert 0.4 * expert_nbytes < stats["memory_bytes"] <= 0.5 * expert_nbytes
