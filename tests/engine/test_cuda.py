@@ -90,8 +90,9 @@ def test_no_system_changes_a_token_on_an_accelerator(
         assert (stats["kernels"]["early"] > 0) == (computes_at_once and kernels == "over slots")
         times = handle(model).engine.executor.shard.times
         if times is not None:
-            spans = {one for of_layer in times._spans for some in of_layer.values() for one in some}
-            assert spans == {10_000}, "a kernel takes so long on the device's clock, whatever the host's says"
+            of_experts = [elapsed_ns for of_layer in times._experts for elapsed_ns in of_layer]
+            assert times.is_known and min(of_experts) >= 3 * 10_000, "three kernels at the least"
+            assert not any(ns % 1000 for ns in of_experts), "by the device's clock, whatever the host's says"
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
