@@ -82,10 +82,11 @@ def test_a_layer_on_the_references_inputs(
 
 
 def scatter(model: Any) -> None:
-    """Reverse the slots that are taken: an expert's units never lie side by side again."""
+    """No slots are blocks of an expert, and those that are taken are reversed: its units never lie side by side."""
     for pool in handle(model).engine.scheduler.slots.pools:
-        take = pool.take
-        pool.take = lambda num, wanted=None, take=take: [*take(num)][::-1]
+        assert pool.num_free == pool.num_slots
+        pool.__init__(pool.num_slots, pool.num_slots + 1)
+        pool.take = lambda num, wanted=None, take=pool.take: [*take(num)][::-1]
 
 
 def watch_spans(model: Any) -> dict[str, int]:
@@ -107,10 +108,12 @@ def watch_spans(model: Any) -> dict[str, int]:
 @pytest.mark.parametrize(("family", "segments"), [("qwen3_moe", 2), ("gpt_oss", 8), ("qwen3_moe", 16)])
 def test_every_number_of_segments(family: str, segments: int, cases: Cases) -> None:
     case = cases[family]
-    with loaded(case.store, segments=segments, memory="45%") as model:
-        assert generate(model, case.prompts) == case.tokens
-        scatter(model)
-        torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
+    for is_scattered in (False, True):
+        with loaded(case.store, segments=segments, memory="45%") as model:
+            if is_scattered:
+                scatter(model)
+            assert generate(model, case.prompts) == case.tokens
+            torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
 
 
 # -- shapes that no well-behaved router makes -------------------------------------------------------------------------
