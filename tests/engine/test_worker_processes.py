@@ -19,7 +19,6 @@ import pytest
 
 import expertly
 from expertly.cli.main import main
-from expertly.core.errors import ConfigError
 from expertly.engine import remote
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded
@@ -94,11 +93,6 @@ def test_processes_that_are_killed_and_stopped(
         until_all_are_back(model, case)
         assert workers_of(model)[0]["pid"] == again["pid"], "the same process"
     until_gone(again["pid"])
-
-
-def test_no_cluster_at_that_address(cases: Cases) -> None:
-    with pytest.raises(ConfigError, match=r"workers='127.0.0.2:1': "):
-        expertly.load(str(cases["gpt_oss"].store), workers="127.0.0.2:1", device="cpu")
 
 
 MEMORY = ("--workers", "1", "--memory", "25%", "--worker-memory", "25%", "--dtype", "float32")
