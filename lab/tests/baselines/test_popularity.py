@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.policies.predictor.test_observing import began, chose, predictor, said
 
 from expertly.core.observation import History
 from expertly.policies.known import Known
-from tests.policies.predictor.test_observing import began, chose, predictor, said
 
 # -- popularity ------------------------------------------------------------------------------------------------
 

@@ -338,11 +338,18 @@ class LayerCall:
             self._slots.add([(span, *self._rows(span.expert)) for span in spans])
             return
         if self.takes_several:
-            num_segments = self._compute.num_segments
-            works = [(span, *self._rows(span.expert)) for span in spans if span.num_segments == num_segments]
+            compute, positions = self._compute, self.work.positions
+            works: list[Work] = []
+            parts: list[Span] = []
+            for span in spans:
+                rows = self._rows(span.expert) if positions is None else (_FIRST, (positions[span.expert],))
+                if span.num_segments == compute.num_segments:
+                    works.append((span, *rows))
+                else:
+                    parts.append(span)
             if works:
-                self._compute.multiply(self.hidden, works, self.outputs)
-            spans = [span for span in spans if span.num_segments < num_segments]
+                compute.multiply(self.hidden, works, self.outputs)
+            spans = parts
         for span in spans:
             self._one(span)
 

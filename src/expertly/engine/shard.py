@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -233,15 +234,16 @@ class Shard:
 
     def note_times(self, router: RouterRan, begin: Any, end: Any, waits: Waits) -> None:
         """Count how long a layer's experts took, from `begin` to `end`, and how much of that was waiting."""
-        layer, is_decode = router.layer, router.serves_decode
-        counters, times = self.scheduler.counters[layer].phase(is_decode), self.times
+        layer, is_decode, times = router.layer, self.scheduler.cache.is_decoding, self.times
+        counters = self.scheduler.counters[layer]
+        phase = counters.decode if is_decode else counters.prefill
 
         def ran(begin_ns: int, end_ns: int, waited_ns: int) -> None:
-            add_times(counters, begin_ns, end_ns, waited_ns)
+            add_times(phase, begin_ns, end_ns, waited_ns)
             if times is not None:
                 times.ran(layer, is_decode, waited_ns, end_ns - begin_ns, end_ns)
 
-        self.moments.note(begin, end, waits, ran)
+        self.moments.note(begin, end, waits, ran if times is not None else partial(add_times, phase))
 
     def layer_counters(self, layer: int) -> LayerCounters:
         return self.scheduler.counters[layer]

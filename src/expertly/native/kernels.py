@@ -62,6 +62,8 @@ Work = tuple[Span, Sequence[int], Sequence[int]]
 
 _COUNTS = ("native", "early", "torch", "attention", "graphs")
 
+_FAILED = "a compiled product"
+
 _INT, _LONG, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -257,16 +259,17 @@ class Kernels:
         num_neurons, width = out.shape[-1], x.shape[-1]
         if num_matrices is None:
             num_matrices = out.shape[0]
-        self._check(
-            self._call.products_dots(
-                *(*self._how(x.dtype), packed.buffer_info()[0], len(packed) // 4),
-                *(num_matrices, num_neurons, width, row_nbytes, matrix_nbytes),
-                *(x.data_ptr(), x.numel() // width),
-                (x.stride(0) if x.dim() == 2 else width) * x.element_size(),  # a dimension of 1 may have any stride
-                None if bias is None else bias.data_ptr(),
-                *(out.data_ptr(), out.numel() // (num_matrices * num_neurons)),
-            )
+        failed = self._call.products_dots(
+            *(self._level, self.dtypes[x.dtype], min(torch.get_num_threads(), self.max_threads)),
+            *(packed.buffer_info()[0], len(packed) // 4),
+            *(num_matrices, num_neurons, width, row_nbytes, matrix_nbytes),
+            *(x.data_ptr(), x.numel() // width),
+            (x.stride(0) if x.dim() == 2 else width) * x.element_size(),  # a dimension of 1 may have any stride
+            None if bias is None else bias.data_ptr(),
+            *(out.data_ptr(), out.numel() // (num_matrices * num_neurons)),
         )
+        if failed:
+            raise MemoryError(_FAILED)
 
     def sums(
         self, tasks: Sequence[int], h: torch.Tensor, out: torch.Tensor, row_nbytes: int, *, adds: bool = False
@@ -277,12 +280,13 @@ class Kernels:
         `h` is [*, r] and `out` [*, H], both contiguous. Raises MemoryError.
         """
         packed = array("q", tasks)
-        self._check(
-            self._call.products_sums(
-                *(*self._how(h.dtype), packed.buffer_info()[0], len(packed) // 4),
-                *(h.shape[1], out.shape[1], row_nbytes, h.data_ptr(), h.shape[0], out.data_ptr(), adds),
-            )
+        failed = self._call.products_sums(
+            *(self._level, self.dtypes[h.dtype], min(torch.get_num_threads(), self.max_threads)),
+            *(packed.buffer_info()[0], len(packed) // 4),
+            *(h.shape[1], out.shape[1], row_nbytes, h.data_ptr(), h.shape[0], out.data_ptr(), adds),
         )
+        if failed:
+            raise MemoryError(_FAILED)
 
     # -- a layer's experts -------------------------------------------------------------------------------------
 
@@ -307,12 +311,17 @@ class Kernels:
         `x` is [*, H], its rows dense; `out` [*, H], contiguous. Raises MemoryError.
         """
         packed, of_x, of_out = array("q", tasks), array("q", x_rows), array("q", out_rows)
-        numbers = (
-            *(*layer.formats, layer.num_inner, num_neurons, *layer.addresses, begin),
-            *(packed.buffer_info()[0], len(packed) // 3, of_x.buffer_info()[0], of_out.buffer_info()[0]),
-            *(x.data_ptr(), x.stride(0) * x.element_size(), out.data_ptr(), adds),
+        call = array(
+            "q",
+            (
+                *(*layer.formats, layer.num_inner, num_neurons, *layer.addresses, begin),
+                *(packed.buffer_info()[0], len(packed) // 3, of_x.buffer_info()[0], of_out.buffer_info()[0]),
+                *(x.data_ptr(), x.stride(0) * x.element_size(), out.data_ptr(), adds),
+            ),
         )
-        self._run(self._call.experts, x.dtype, numbers)
+        threads = min(torch.get_num_threads(), self.max_threads)
+        if self._call.experts(self._level, self.dtypes[x.dtype], threads, call.buffer_info()[0]):
+            raise MemoryError(_FAILED)
 
     def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """[T, H] from the outputs of a layer's experts [T * K, H] and their weights [T, K], of the same dtype or
@@ -324,7 +333,8 @@ class Kernels:
         out = rows.new_empty(num_tokens, width)
         dtypes = self.dtypes[rows.dtype], self.dtypes[weights.dtype]
         addresses = rows.data_ptr(), weights.data_ptr(), out.data_ptr()
-        self._check(self._call.combine(self._level, *dtypes, num_tokens, top_k, width, *addresses))
+        if self._call.combine(self._level, *dtypes, num_tokens, top_k, width, *addresses):
+            raise MemoryError(_FAILED)
         return out
 
     # -- the dense part ----------------------------------------------------------------------------------------
@@ -366,15 +376,21 @@ class Kernels:
                 0 if n == 1 else stride * size for n, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)
             )
             mask_dtype = _BOOLEAN if mask.dtype == torch.bool else self.dtypes[mask.dtype]
-        numbers = (
-            *(num_batches, num_heads, num_key_heads, num_tokens, num_keys, key_width, value_width),
-            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if mask is None else mask.data_ptr()),
-            *(0 if sinks is None else sinks.data_ptr(), out.data_ptr()),
-            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-            *(*mask_strides, mask_dtype, 0 if sinks is None else self.dtypes[sinks.dtype]),
-            *linear,
+        call = array(
+            "q",
+            (
+                *(num_batches, num_heads, num_key_heads, num_tokens, num_keys, key_width, value_width),
+                *(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if mask is None else mask.data_ptr()),
+                *(0 if sinks is None else sinks.data_ptr(), out.data_ptr()),
+                *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+                *(*mask_strides, mask_dtype, 0 if sinks is None else self.dtypes[sinks.dtype]),
+                *linear,
+            ),
         )
-        self._run(self._call.attention, q.dtype, numbers, scale, softcap)
+        threads = min(torch.get_num_threads(), self.max_threads)
+        dtype = self.dtypes[q.dtype]
+        if self._call.attention(self._level, dtype, threads, call.buffer_info()[0], scale, softcap):
+            raise MemoryError(_FAILED)
         self.num_attention += 1
         return projected
 
@@ -410,12 +426,18 @@ class Kernels:
                 kept[i] = place.data_ptr() + (place.shape[2] - length) * of_token * itemsize
                 kept[3 + 2 * i : 5 + 2 * i] = of_sequence * itemsize, of_head * itemsize
         angles = cos.shape[-1]
-        numbers = (
-            *(num, hidden * itemsize, x.data_ptr()),
-            *(angles, cos.numel() // angles, cos.data_ptr(), sin.data_ptr()),
-            *(*addresses, *layer.addresses, *kept),
+        call = array(
+            "q",
+            (
+                *(num, hidden * itemsize, x.data_ptr()),
+                *(angles, cos.numel() // angles, cos.data_ptr(), sin.data_ptr()),
+                *(*addresses, *layer.addresses, *kept),
+            ),
         )
-        self._run(self._call.projections, x.dtype, numbers, *layer.epsilons)
+        threads = min(torch.get_num_threads(), self.max_threads)
+        how = self._level, self.dtypes[x.dtype], threads, call.buffer_info()[0]
+        if self._call.projections(*how, *layer.epsilons):
+            raise MemoryError(_FAILED)
         return found
 
     def router(
@@ -437,12 +459,19 @@ class Kernels:
         logits = x.new_empty(num_tokens, num_experts)
         weights = x.new_empty(num_tokens, top_k, dtype=dtype)
         ids = x.new_empty(num_tokens, top_k, dtype=torch.int64)
-        numbers = (
-            *(num_tokens, width, num_experts, top_k, is_normalised, self.dtypes[dtype]),
-            *(x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
-            *(logits.data_ptr(), weights.data_ptr(), ids.data_ptr()),
+        call = array(
+            "q",
+            (
+                *(num_tokens, width, num_experts, top_k, is_normalised, self.dtypes[dtype]),
+                *(x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
+                *(logits.data_ptr(), weights.data_ptr(), ids.data_ptr()),
+            ),
         )
-        return None if self._run(self._call.router, x.dtype, numbers) else (logits, weights, ids)
+        threads = min(torch.get_num_threads(), self.max_threads)
+        result = self._call.router(self._level, self.dtypes[x.dtype], threads, call.buffer_info()[0])
+        if result < 0:
+            raise MemoryError(_FAILED)
+        return None if result else (logits, weights, ids)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, style: str) -> torch.Tensor:
         """`x` [..., D], contiguous, over the root of its mean square and `epsilon`; weighed as NORM_STYLES says."""
@@ -475,14 +504,15 @@ class Kernels:
         """
         packed = array("q", tasks)
         num_inner, out_rows, num_neurons = out.shape
-        self._check(
-            self._call.tiles_dots(
-                *(*self._how(x.dtype, formats), packed.buffer_info()[0], len(packed) // 4),
-                *(num_inner, num_neurons, x.shape[1], block_nbytes),
-                *(x.data_ptr(), x.shape[0], x.stride(0) * x.element_size()),
-                *(None if bias is None else bias.data_ptr(), out.data_ptr(), out_rows),
-            )
+        failed = self._call.tiles_dots(
+            *self._how(formats, x.dtype),
+            *(packed.buffer_info()[0], len(packed) // 4),
+            *(num_inner, num_neurons, x.shape[1], block_nbytes),
+            *(x.data_ptr(), x.shape[0], x.stride(0) * x.element_size()),
+            *(None if bias is None else bias.data_ptr(), out.data_ptr(), out_rows),
         )
+        if failed:
+            raise MemoryError(_FAILED)
 
     def tile_sums(
         self,
@@ -497,32 +527,22 @@ class Kernels:
     ) -> None:
         """As `sums`, of the last matrix in such blocks."""
         packed = array("q", tasks)
-        self._check(
-            self._call.tiles_sums(
-                *(*self._how(h.dtype, formats), packed.buffer_info()[0], len(packed) // 4),
-                *(num_inner, h.shape[1], out.shape[1], block_nbytes, h.data_ptr(), h.shape[0], out.data_ptr(), adds),
-            )
+        failed = self._call.tiles_sums(
+            *self._how(formats, h.dtype),
+            *(packed.buffer_info()[0], len(packed) // 4),
+            *(num_inner, h.shape[1], out.shape[1], block_nbytes, h.data_ptr(), h.shape[0], out.data_ptr(), adds),
         )
+        if failed:
+            raise MemoryError(_FAILED)
 
     def tile_decode(self, format: int, address: int, out: torch.Tensor) -> None:
         """The weights of a matrix alone, `out` [rows, width], from its blocks at `address`, rounded to its dtype."""
         how = self._level, format, self.dtypes[out.dtype]
-        self._check(self._call.tiles_decode(*how, address, *out.shape, out.data_ptr()))
+        if self._call.tiles_decode(*how, address, *out.shape, out.data_ptr()):
+            raise MemoryError(_FAILED)
 
-    # -- calls -------------------------------------------------------------------------------------------------
-
-    def _how(self, dtype: torch.dtype, formats: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def _how(self, formats: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
         return self._level, *formats, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)
-
-    def _run(self, function: Any, dtype: torch.dtype, numbers: Sequence[int], *more: float) -> int:
-        """Call a function that takes its numbers as one array."""
-        call = array("q", numbers)
-        return self._check(function(*self._how(dtype), call.buffer_info()[0], *more))
-
-    def _check(self, result: int) -> int:
-        if result < 0:
-            raise MemoryError("a compiled product")
-        return result
 
 
 def choose_kernels(wanted: str | None = None, *, runs_on_host: bool = True) -> Kernels:

@@ -156,11 +156,14 @@ class Cache:
         `protected` go; those that are `filling` take what is free of the layer's quota.
         """
         lacking = {eid: self._lacking(layer, eid) for eid in (*evicting, *filling)}
-        if len(evicting) > 1:  # making room for all at once is cheaper, and evicts the same experts
-            self.make_room(layer, sum([len(lacking[eid]) for eid in evicting]), protected)
+        num_units = sum([len(lacking[eid]) for eid in evicting])
+        room = self.make_room(layer, num_units, protected)  # for all at once: cheaper, and evicts the same experts
         for eid in evicting:
-            room = self.make_room(layer, len(lacking[eid]), protected)
-            self.keep(eid, lacking[eid][:room])
+            units = lacking[eid]
+            if room < len(units):
+                room = self.make_room(layer, len(units), protected)
+            self.keep(eid, units[:room])
+            room -= len(units[:room])
         room = self._free_room(layer) if filling else 0
         for eid in filling:
             units = lacking[eid][:room]
@@ -170,11 +173,13 @@ class Cache:
     def make_room(self, layer: int, num_units: int, protected: Container[int]) -> int:
         """Evict so that so many units fit, or nothing if they cannot. Returns the room that there is then."""
         partition = self.partitions[layer]
-        if partition.room < num_units <= partition.capacity:
-            victims, lacking = self._victims(layer, num_units - partition.room, protected)
+        room = partition.capacity - partition.num_kept
+        if room < num_units <= partition.capacity:
+            victims, lacking = self._victims(layer, num_units - room, protected)
             if not lacking:
                 self._evict_all(victims)
-        return partition.room
+                room = partition.room
+        return room
 
     def admit_best(self, router: RouterRan, needed: list[int], upcoming: Iterable[int]) -> None:
         """Keep the most valuable of the kept and the needed experts. Needed ones that lose are staged until they are
@@ -186,7 +191,7 @@ class Cache:
         assert isinstance(policy, ScoredPolicy), "admission `best` compares scores"
         policy.needed(needed, router)
         new = {eid: [] if len(every_kept.get(eid, ())) == top else self._lacking(layer, eid) for eid in needed}
-        excess = sum(map(len, new.values())) - partition.room
+        excess = sum(map(len, new.values())) + partition.num_kept - partition.capacity
         if excess > 0:
             others = policy.scored_victims({*needed, *upcoming})
             other = next(others, None)
@@ -225,7 +230,11 @@ class Cache:
         experts and this layer `is_next` to run, one free slot is enough: its wrong prefetches go when its router ran.
         """
         layer, num_parts, count = self.slots.layer_of[eid], self.slots.num_parts, len(units)
-        size_class, room, num_free = self._class_of[layer], self.partitions[layer].room, self.slots.pool(layer).num_free
+        size_class, room, num_free = (
+            self._class_of[layer],
+            self.partitions[layer].room,
+            self.slots.pool_of[layer].num_free,
+        )
         spare = 1 if self.is_split and is_next else num_parts
         room_to_stage = self.staging[size_class] - spare - self.staged[size_class]
         top = [unit for unit in units if unit % num_parts < self.tops[layer]]
@@ -256,7 +265,8 @@ class Cache:
 
     def _lacking(self, layer: int, eid: int) -> list[int]:
         """Units of the expert's top that are not kept."""
-        kept, top = self.partitions[layer].kept.get(eid, ()), self.slots.units(eid)[: self.tops[layer]]
+        kept, first = self.partitions[layer].kept.get(eid, ()), eid * self.slots.num_parts
+        top = range(first, first + self.tops[layer])
         return [unit for unit in top if unit not in kept] if kept else list(top)
 
     def _evict_all(self, victims: _Victims) -> None:

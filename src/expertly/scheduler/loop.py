@@ -121,9 +121,12 @@ def _computing(
         return is_held
 
     num_parts = scheduler.slots.num_parts
-    num_coming = sum([span.num_segments for span in (*plan.loads, *plan.in_flight)])
-    at_once = not num_coming or (scheduler.cache.is_split and scheduler.cache.is_decoding)
-    ready = [span for span in plan.ready if at_once or span.num_segments == num_parts or not holds(span)]
+    num_coming = 0
+    for span in (*plan.loads, *plan.in_flight):
+        num_coming += span.num_segments
+    ready = list(plan.ready)
+    if num_parts > 1 and num_coming and not (scheduler.cache.is_split and scheduler.cache.is_decoding):
+        ready = [span for span in plan.ready if span.num_segments == num_parts or not holds(span)]
     while True:
         spans: list[Span] = []
         while num_coming and (together or not spans):

@@ -88,6 +88,7 @@ class Scheduler:
             self.allocation.begin(budget.layer_quotas)
         self.queue = PrefetchQueue(geometry, prefetch, evicts=ahead == "cache")
         self.router: RouterRan | None = None  # of the running layer
+        self.needed: list[int] = []  # its experts, by dense id
         self.num_open = 0  # units of the running layer that a plan named and that were not computed yet
         self.deferred: deque[tuple[int, list[int]]] = deque()  # its (position, units) that wait for staging slots
         self._best: list[int] = []  # experts to keep as their layers have room, the best last
@@ -103,6 +104,7 @@ class Scheduler:
         layer, slots = router.layer, self.slots
         first, whole, num_parts = slots.first_of[layer], slots.whole, slots.num_parts
         self.router = router
+        self.needed = list(map(add, router.experts, repeat(first)))
         self.cache.is_decoding = router.is_part_of_decode or True in router.is_decode
         if self.predicts:
             self._settle_predictions(router, cancelled)
@@ -110,14 +112,14 @@ class Scheduler:
         partial: list[Span] = []
         missing: list[int] = []
         parts_there: list[int] = []
-        for position, expert in enumerate(router.experts):
-            span = whole[first + expert]
+        for position, eid in enumerate(self.needed):
+            span = whole[eid]
             if span is not None:
                 ready.append(span)
                 continue
-            num = slots.num_resident[first + expert]
+            num = slots.num_resident[eid]
             if num:
-                partial += slots.spans(slots.in_state(first + expert, RESIDENT))
+                partial += slots.spans(slots.in_state(eid, RESIDENT))
             if num < num_parts:
                 missing.append(position)
                 parts_there.append(num)
@@ -136,7 +138,7 @@ class Scheduler:
             return True
         units = self.slots.units_of(span)
         eid = units.start // self.slots.num_parts
-        if eid not in self.queue.waiting and eid not in self._needed():  # its layer has run
+        if eid not in self.queue.waiting and eid not in self.needed:  # its layer has run
             self.cache.free_staged(eid, units)
         return False
 
@@ -148,21 +150,23 @@ class Scheduler:
     def computed(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Spans of the running layer were computed: free those that are staged. Returns what to load next."""
         loads: list[Span] = []
-        staged, size_class = self.cache.staged, self.geometry.size_classes[spans[0].layer]
+        layer, slots, staged = spans[0].layer, self.slots, self.cache.staged
+        size_class = self.geometry.size_classes[layer]
         for span in spans:
             self.num_open -= span.num_segments
             if self.deferred or staged[size_class]:
-                units = self.slots.units_of(span)
-                self.cache.free_staged(units.start // self.slots.num_parts, units)
+                eid = slots.first_of[layer] + span.expert
+                first = eid * slots.num_parts + span.segment
+                self.cache.free_staged(eid, range(first, first + span.num_segments))
                 if self.deferred:
                     self._load_deferred(loads)
         return loads
 
     def end_layer(self) -> None:
         """Everything that the layer needs was computed: tell its policy."""
-        router, needed = self.router, self._needed()
+        router, needed = self.router, self.needed
         assert router is not None and not (self.num_open or self.deferred)
-        self.router = None
+        self.router, self.needed = None, []
         self.cache.partitions[router.layer].policy.used(needed, router.num_tokens, router.batch_tokens)
         if self.allocation.is_online:
             quotas = self.allocation.ran(router, self._recall)
@@ -174,7 +178,7 @@ class Scheduler:
 
     def abandon(self) -> None:
         """The layer failed and no transfer runs: forget what was in flight and free its slots."""
-        slots, unused = self.slots, [*self.queue.waiting, *self._needed()]
+        slots, unused = self.slots, [*self.queue.waiting, *self.needed]
         for unit, state in enumerate(slots.state):
             if state in (LOADING, PREFETCHING):
                 self.cache.forget(unit // slots.num_parts, [unit])
@@ -182,23 +186,18 @@ class Scheduler:
                 slots.state[unit] = ABSENT
         self.queue.clear()
         self._best.clear()
-        self.router, self.num_open = None, 0
+        self.router, self.needed, self.num_open = None, [], 0
         self.deferred.clear()
         for eid in unused:
             self.cache.free_staged(eid, slots.units(eid))
 
     # -- what the running layer needs --------------------------------------------------------------------------
 
-    def _needed(self) -> list[int]:
-        """The experts of the running layer, by dense id."""
-        router = self.router
-        return [] if router is None else list(map(add, router.experts, repeat(self.slots.first_of[router.layer])))
-
     def _admit(self, router: RouterRan, missing: list[int], plan: Plan) -> None:
         """Decide what is kept and load it; load the rest as far as there are staging slots. `missing`: positions of
         experts that are not wholly resident.
         """
-        slots, needed = self.slots, self._needed()
+        slots, needed, num_parts = self.slots, self.needed, self.slots.num_parts
         for position in missing if slots.prefetching else ():
             plan.in_flight += slots.await_prefetched(needed[position])
         if plan.in_flight:
@@ -211,9 +210,12 @@ class Scheduler:
         every_kept = self.cache.partitions[router.layer].kept
         for position in missing:
             eid = needed[position]
-            if absent := slots.in_state(eid, ABSENT):
+            # Where experts are whole, the unit is the expert.
+            is_absent = num_parts > 1 or slots.state[eid] == ABSENT
+            absent = slots.in_state(eid, ABSENT) if num_parts > 1 else [eid]
+            if is_absent and absent:
                 kept = every_kept.get(eid, ())
-                to_keep = absent if len(kept) == slots.num_parts else [unit for unit in absent if unit in kept]
+                to_keep = absent if len(kept) == num_parts else [unit for unit in absent if unit in kept]
                 lacking.append((position, absent, to_keep))
         if self.split is not None and lacking:
             lacking = self._give_to_host(router, lacking, plan, self.split)
@@ -237,12 +239,14 @@ class Scheduler:
         if cache.staged[self.geometry.size_classes[router.layer]]:  # what is resident, but not kept, is admitted too
             missing = [i for i, eid in enumerate(needed) if len(cache.kept(eid)) < self.slots.num_parts]
         evicting = [i for i in missing if is_decode[i] and num_tokens[i]]
-        filling = [i for i in missing if not (is_decode[i] and num_tokens[i])]
-        filling.sort(key=lambda i: (-num_tokens[i], needed[i]))
-        if self.prompts_evict:
-            evicting += [i for i in filling if num_tokens[i]]
-            filling = [i for i in filling if not num_tokens[i]]
-        eids = [needed[i] for i in evicting], [needed[i] for i in filling]
+        filling: list[int] = []
+        if len(evicting) < len(missing):
+            filling = [i for i in missing if not (is_decode[i] and num_tokens[i])]
+            filling.sort(key=lambda i: (-num_tokens[i], needed[i]))
+            if self.prompts_evict:
+                evicting += [i for i in filling if num_tokens[i]]
+                filling = [i for i in filling if not num_tokens[i]]
+        eids = list(map(needed.__getitem__, evicting)), list(map(needed.__getitem__, filling))
         cache.admit(router.layer, *eids, self._protected() if evicting else ())
         return evicting + filling
 
@@ -285,7 +289,7 @@ class Scheduler:
         slot.
         """
         assert self.router is not None
-        pool = self.slots.pool(self.router.layer)
+        pool = self.slots.pool_of[self.router.layer]
         staging = self.cache.staging[self.geometry.size_classes[self.router.layer]]
         while self.deferred and pool.num_free:
             position, units = self.deferred[0]
@@ -365,7 +369,7 @@ class Scheduler:
             eid = self._best.pop()
             layer = slots.layer_of[eid]
             units = [unit for unit in slots.units(eid)[: cache.tops[layer]] if slots.state[unit] == ABSENT]
-            if units and cache.partitions[layer].room >= len(units) <= slots.pool(layer).num_free:
+            if units and cache.partitions[layer].room >= len(units) <= slots.pool_of[layer].num_free:
                 cache.keep(eid, units)
                 return self._prefetch(eid, units)
         return []
@@ -391,7 +395,7 @@ class Scheduler:
             self.cache.forget(eid, units)
         first = slots.first_of[layer]
         num_resident = slots.num_resident[first : first + self.geometry.layers[layer].num_experts]
-        needed = set(self._needed())
+        needed = set(self.needed)
         for eid in queue.router_ran(router, self.counters[layer].phase(self.cache.is_decoding), num_resident):
             if eid not in needed:  # units still in flight are freed as they arrive
                 self.cache.free_staged(eid, slots.in_state(eid, RESIDENT))
@@ -408,7 +412,7 @@ class Scheduler:
 
     def _protected(self) -> set[int]:
         """The same, and those that the running layer needs."""
-        return self.upcoming().union(self._needed())
+        return self.upcoming().union(self.needed)
 
     # -- what layers keep --------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ class SlotTable:
         self.geometry = geometry
         self.num_parts = geometry.segments_per_expert
         self.pools = [Pool(num, self.num_parts) for num in slots_per_class]
+        self.pool_of = [self.pools[size_class] for size_class in geometry.size_classes]  # each layer's
         self.state = [ABSENT] * (geometry.num_experts * self.num_parts)
         self.slot = [_NO_SLOT] * len(self.state)
         self.num_resident = [0] * geometry.num_experts  # of each expert, the units that are there
@@ -52,16 +53,13 @@ class SlotTable:
         first = (self.first_of[span.layer] + span.expert) * self.num_parts + span.segment
         return range(first, first + span.num_segments)
 
-    def pool(self, layer: int) -> Pool:
-        return self.pools[self.geometry.size_classes[layer]]
-
     def allocate(self, units: Sequence[int], state: int) -> list[Span]:
         """Give units of one expert slots, of which there are enough: next to those of its other units, if they are
         free. Returns the spans to load.
         """
         eid = units[0] // self.num_parts
         layer = self.layer_of[eid]
-        pool = self.pool(layer)
+        pool = self.pool_of[layer]
         if state == PREFETCHING:
             self.prefetching[eid] = self.prefetching.get(eid, 0) + len(units)
         if len(units) == self.num_parts and pool.blocks:  # nearly always: a block
@@ -80,11 +78,12 @@ class SlotTable:
 
     def arrived(self, span: Span) -> bool:
         """A span that was on its way is there. Returns whether the running layer waits for it."""
-        units, num = self.units_of(span), span.num_segments
-        eid, state = units.start // self.num_parts, self.state[units.start]
+        eid, num = self.first_of[span.layer] + span.expert, span.num_segments
+        first = eid * self.num_parts + span.segment
+        state = self.state[first]
         assert state in (LOADING, PREFETCHING), "only what is on its way arrives"
-        assert self.state[units.start : units.stop].count(state) == num
-        self.state[units.start : units.stop] = [RESIDENT] * num
+        assert self.state[first : first + num].count(state) == num
+        self.state[first : first + num] = [RESIDENT] * num
         if state == PREFETCHING:
             self._no_longer_prefetching(eid, num)
         self.num_resident[eid] += num
@@ -108,7 +107,7 @@ class SlotTable:
     def release(self, units: Sequence[int]) -> None:
         """Free the slots of units of one expert: they are absent now."""
         eid, states = units[0] // self.num_parts, list(map(self.state.__getitem__, units))
-        self.pool(self.layer_of[eid]).give(list(map(self.slot.__getitem__, units)))
+        self.pool_of[self.layer_of[eid]].give(list(map(self.slot.__getitem__, units)))
         for unit in units:
             self.state[unit], self.slot[unit] = ABSENT, _NO_SLOT
         self.num_resident[eid] -= states.count(RESIDENT)

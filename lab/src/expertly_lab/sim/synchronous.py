@@ -78,7 +78,7 @@ def run_by_id(
                 loads += cache.allocate(eid, kept, LOADING)
                 absent = [unit for unit in absent if unit not in kept]
         while ready or loads or absent:
-            if staged := absent[: slots.pool(layer).num_free]:
+            if staged := absent[: slots.pool_of[layer].num_free]:
                 loads += cache.allocate(eid, staged, LOADING)
                 absent = absent[len(staged) :]
             if loads:
