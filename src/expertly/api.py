@@ -16,7 +16,7 @@ from expertly.core.costs import HostCompute, Link
 from expertly.core.errors import ConfigError, ModelUseError, StoreError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
-from expertly.core.units import format_nbytes, format_share
+from expertly.core.units import format_share
 from expertly.engine import process
 from expertly.engine.cluster import Cluster, memory_of_workers, open_workers, start_workers
 from expertly.engine.device import choose_device, kind_of
@@ -26,6 +26,7 @@ from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
 from expertly.engine.observe import CannotLookAheadError, make_prefetching
 from expertly.engine.peer import Peer
 from expertly.engine.reading import ExtentSource
+from expertly.engine.remembered import auto_system
 from expertly.engine.runtime import Engine, Executor
 from expertly.engine.shard import Shard
 from expertly.engine.stats import Stats
@@ -44,7 +45,6 @@ from expertly.scheduler.systems import (
     AUTO_SYSTEM,
     BASE_SYSTEM,
     System,
-    default_system,
     get_runnable,
     without_prediction,
 )
@@ -141,8 +141,8 @@ def _choose(
     name = asked.system
     if name == AUTO_SYSTEM:
         store = _packed(model, asked, progress)
-        name, mib = default_system(store.manifest.layers)
-        why_system = f"system auto: {name}, the default for experts of {format_nbytes(mib * 2**20)}"
+        request = _memory_request(asked, store, cache)
+        name, why_system = auto_system(store, request, target, is_alone=asked.workers is None)
     system = get_runnable(name)
     on_host = kind_of(target).runs_on_host
     if on_host:

@@ -15,8 +15,9 @@ from expertly.model.generation import max_positions
 from expertly.model.playing import Played, answer
 from expertly.model.prompts import AskedPrompt, Prompt, asked
 from expertly.scheduler.systems import BASE_SYSTEM, get_runnable
+from expertly.store.packed import PackedStore
 
-SYSTEMS = (BASE_SYSTEM, "expertly", "expertly-ahead")
+USUAL = (BASE_SYSTEM, "expertly", "expertly-ahead")
 """What always runs."""
 
 
@@ -88,6 +89,7 @@ class Bench:
         for name in settings.systems:
             get_runnable(name)
         self.settings = settings
+        self.store: PackedStore | None = None  # once something was loaded
         self._progress = progress
         self._loading = loading
         self._num_turns = 0
@@ -106,6 +108,7 @@ class Bench:
                 if model.config.is_encoder_decoder:
                     raise ModelUseError("an encoder-decoder model cannot be benched; accepted: one that decodes alone")
                 handle, limit = api.handle(model), max_positions(model)
+                self.store = handle.store
                 most = None if limit is None else limit - self.settings.num_tokens
                 requests, left_out = asked(prompts, tokenizer, is_raw=self.settings.is_raw, most=most)
                 if not requests:

@@ -143,7 +143,8 @@ class LoadOptions:
     )
     system: str = option(
         AUTO_SYSTEM,
-        "what decides which experts stay in memory, see `expertly systems`; auto: expertly-ahead, or expertly where "
+        "what decides which experts stay in memory, see `expertly systems`; auto: what "
+        "`expertly bench --save` found fastest in about this memory, else expertly-ahead, or expertly where "
         "experts are tiny",
         metavar="NAME",
     )

@@ -1,4 +1,4 @@
-"""`expertly bench`: systems run in turns and answer alike, and failures have reasons."""
+"""`expertly bench`: systems run in turns and answer alike, failures have reasons, and --save is what `auto` runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 
 from expertly import api, bench
 from expertly.cli.main import main
+from expertly.engine.remembered import remembered_path
+from expertly.model.packing import pack_cached
 from expertly.scheduler.systems import BASE_SYSTEM
 from tests.cli.asking import Captured, answer, told
 from tests.families import make_checkpoint
@@ -42,9 +44,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return noted
 
 
-def test_systems_run_in_turns(model: Path, prompts: Path, loads: list[str], capsys: Captured) -> None:
+def test_systems_run_in_turns_and_auto_is_the_saved_one(
+    model: Path, prompts: Path, loads: list[str], capsys: Captured
+) -> None:
     words = ("bench", model, "--prompts", prompts, *TINY, "--memory", "50%", "--system", "lfu")
-    assert main([*map(str, words), "--json"]) == 0
+    assert main([*map(str, words), "--save", "--json"]) == 0
     printed, said = capsys.readouterr()
     result = json.loads(printed)
     names = [row["system"] for row in result["rows"]]
@@ -59,6 +63,13 @@ def test_systems_run_in_turns(model: Path, prompts: Path, loads: list[str], caps
     assert (lru["ratio_low"], lru["ratio_high"]) == (1, 1)
     (fastest,) = result["fastest"]
     assert fastest["ratio"] == min(row["ratio"] for row in result["rows"])
+    assert Path(result["saved"]) == remembered_path(pack_cached(str(model)))
+    run = ("run", model, "Once", "--max-new-tokens", 4, "--temperature", 0)
+    auto = answer(capsys, *run, "--memory", "50%", "--system", "auto")
+    assert auto["system"] == fastest["system"] and "the fastest here" in auto["system_reason"]
+    plain = answer(capsys, *run, "--memory", "50%", "--system", "lru")
+    assert plain["token_ids"] == auto["token_ids"], "whatever is remembered, the text is the same"
+    assert "the default" in answer(capsys, *run, "--memory", "90%")["system_reason"]
 
 
 def test_the_table_is_for_people(model: Path, capsys: Captured) -> None:
@@ -103,3 +114,20 @@ def test_a_system_that_changes_tokens_is_an_error(
     assert main(["bench", str(model), *map(str, TINY)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "expertly answers the prompt in line 1 differently from lru: token 3 is 99, not " in err
+
+
+def test_what_cannot_be_saved_is_printed_all_the_same(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """A system that is no preset, for its name may name code; and somebody else's file in the place."""
+    path = remembered_path(pack_cached(str(model)))
+    path.unlink(missing_ok=True)
+    best = bench.fastest
+    monkeypatch.setattr(bench, "fastest", lambda rows: best(rows[-1:]))
+    words = ("bench", str(model), *map(str, TINY), "--system", "lru:eviction=expertly.policies.lfu.LFU", "--save")
+    assert main([*words]) == 2
+    printed, said = capsys.readouterr()
+    assert "fastest in " in printed and "is not saved; accepted: " in said and not path.exists()
+    path.write_text("mine")
+    assert main([*words, "--system", "lfu"]) == 2
+    assert f"error: {path}: " in capsys.readouterr().err and path.read_text() == "mine"

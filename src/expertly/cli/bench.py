@@ -1,16 +1,18 @@
 """`expertly bench`: which system is fastest for a model here.
 
 Runs `lru`, `expertly`, `expertly-ahead` and the systems you name in turns, with the same prompts. They write the same
-tokens, so only speed differs. Exit code 2 where a system failed.
+tokens, so only speed differs. --save remembers the fastest, and `--system auto`, the default, then uses it. Exit code
+2 where a system failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from expertly.cli.output import Column, budgets_table, message, progress_bar, reserved_stdout, show
+from expertly.core.errors import StoreError
 from expertly.core.resources import cpu_name
 from expertly.core.units import (
     counted,
@@ -24,6 +26,10 @@ from expertly.core.units import (
 from expertly.data import demo_prompts
 from expertly.model.prompts import PROMPTS_HELP, RAW_HELP, read_prompts
 from expertly.options import ADVANCED, MODEL_HELP, argument, check_one_memory, json_flag, load_option, names, option
+from expertly.scheduler.systems import SYSTEMS
+
+if TYPE_CHECKING:
+    from expertly.bench import Bench, BenchRow
 
 DEFAULT_MEMORY = "25%"
 
@@ -38,6 +44,7 @@ class BenchOptions:
     total_memory: str | None = option(
         None, "instead of memory: amounts for everything, as `run` takes them", metavar="SIZE,SIZE"
     )
+    save: bool = option(False, "remember the fastest for this model, machine and memory")
     prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
     requests: int = option(5, "how many prompts are answered", least=1)
     tokens: int = option(24, "of each answer, at most", least=1)
@@ -55,11 +62,11 @@ def run(args: BenchOptions) -> int:
     memories = [{field: size} for size in names(field, args.total_memory or args.memory or DEFAULT_MEMORY)]
     prompts = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
     with reserved_stdout() as stdout:
-        from expertly.bench import SYSTEMS, Bench, BenchSettings, fastest
+        from expertly.bench import USUAL, Bench, BenchSettings, fastest
 
         more = [] if args.system is None else names("system", args.system)
         load = {"dtype": args.dtype, "device": args.device, "quantize": args.quantize}
-        systems = tuple(dict.fromkeys([*SYSTEMS, *more]))
+        systems = tuple(dict.fromkeys([*USUAL, *more]))
         settings = BenchSettings(args.model, load, systems, args.tokens, args.rounds, args.raw)
         with progress_bar("turns") as progress:
             bench = Bench(settings, progress, progress.in_bytes)
@@ -69,6 +76,8 @@ def run(args: BenchOptions) -> int:
             by_budget = [bench.run(budget, requests, len(budgets)) for budget in budgets]
         for note in notes:
             message(f"expertly: {note}")
+        best = [row for row in map(fastest, by_budget) if row is not None]
+        saved = _save(bench, best, args.device) if args.save else None
         rows = [asdict(row) for rows in by_budget for row in rows]
         result = {
             "model": args.model or "demo",
@@ -77,10 +86,32 @@ def run(args: BenchOptions) -> int:
             "tokens": args.tokens,
             "rounds": args.rounds,
             "rows": rows,
-            "fastest": [asdict(row) for row in map(fastest, by_budget) if row is not None],
+            "fastest": [asdict(row) for row in best],
+            "saved": saved,
         }
         show(result, args.json, lambda: report(result), stdout)
-    return 2 if any(row["reason"] is not None for row in rows) else 0
+    is_unsaved = args.save and saved is None
+    return 2 if is_unsaved or any(row["reason"] is not None for row in rows) else 0
+
+
+def _save(bench: Bench, best: Sequence[BenchRow], device: str | None) -> str | None:
+    """Remember the fastest systems; returns the file. None, with a message, where that failed: the results are printed
+    all the same.
+    """
+    from expertly.engine.device import choose_device
+    from expertly.engine.remembered import FastestSystem, remember, this_machine
+
+    assert bench.store is not None
+    saved, machine = None, this_machine(choose_device(device))
+    try:
+        for row in best:
+            if row.system in SYSTEMS.built_in:
+                saved = str(remember(bench.store, FastestSystem(row.system, row.memory_bytes, machine)))
+            else:
+                message(f"expertly: {row.system} is not saved; accepted: {', '.join(SYSTEMS.built_in)}")
+    except StoreError as error:
+        message(f"expertly: error: {error}")
+    return saved
 
 
 def report(result: Mapping[str, Any]) -> str:
@@ -96,6 +127,8 @@ def report(result: Mapping[str, Any]) -> str:
         f"{row['system']} failed in {row['memory']}: {row['reason']}" for row in rows if row["reason"] is not None
     ]
     lines += [f"fastest in {format_nbytes(row['memory_bytes'])}: {row['system']}" for row in result["fastest"]]
+    if result["saved"] is not None:
+        lines.append(f"saved in {result['saved']}: --system auto uses it")
     return "\n".join(lines)
 
 

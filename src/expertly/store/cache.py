@@ -21,7 +21,7 @@ from expertly.store.removal import LOCK_NAME, remove_store
 
 CACHE_VARIABLE = "EXPERTLY_CACHE"
 
-LEARNED = ("maps", "matrices", "reuse", "predictor")
+LEARNED = ("maps", "matrices", "reuse", "predictor", "fastest")
 """Files beside a model's store: expert maps, activation matrices, reuse weights, a predictor."""
 
 
