@@ -17,6 +17,7 @@ DISTURBED: dict[str, tuple[Reading, Reading, str | None]] = {
     "nobody else": (QUIET, after(QUIET, 20, busy_s=40, own_s=40), None),
     "its own threads": (QUIET, after(QUIET, 20, busy_s=40, own_s=40, load=8.0), None),
     "a load of 15": (replace(QUIET, load=15.0), after(QUIET, 20), "15.0 processes were running on 4"),
+    "processes that wait": (replace(QUIET, pressure=0.6), after(QUIET, 20), "waited for a processor 60%"),
     "others": (QUIET, after(QUIET, 20, busy_s=60, own_s=20), "other processes took 50%"),
     "stolen": (QUIET, after(QUIET, 20, stolen_s=8.0), "the hypervisor took 10%"),
     "nothing is said": (UNKNOWN, replace(UNKNOWN, time_s=20.0), None),
@@ -42,3 +43,7 @@ def test_the_system_is_read_where_it_says_something(tmp_path: Path) -> None:
         if content is not None:
             (tmp_path / "stat").write_text(content)
         assert read_system(tmp_path).busy_s is None
+    (tmp_path / "pressure").mkdir()
+    for content, share in (("", None), ("some avg10=60.24 avg60=74.29 avg300=57.48 total=2880638588\n", 0.6024)):
+        (tmp_path / "pressure" / "cpu").write_text(content)
+        assert read_system(tmp_path).pressure == pytest.approx(share)

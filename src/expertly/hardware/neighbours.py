@@ -1,4 +1,6 @@
-"""Whether other processes, or a hypervisor, disturb what is measured: load average, and who takes processor time."""
+"""Whether other processes, or a hypervisor, disturb what is measured: load average, pressure (PSI), and who takes
+processor time.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ from pathlib import Path
 
 from expertly.core.resources import allowed_cpus
 
-MAX_OTHERS, MAX_STOLEN = 0.15, 0.03
-"""Shares of the processors' time, that other processes and a hypervisor take, which leave figures as they are."""
+MAX_OTHERS, MAX_STOLEN, MAX_PRESSURE = 0.15, 0.03, 0.2
+"""Shares that leave figures as they are: of the processors' time that other processes take and that a hypervisor does,
+and of the time in which a process waits for a processor.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +28,12 @@ class Reading:
     own_s: float  # processor time of this process and its children
     busy_s: float | None = None  # of all processes, on the processors that this one may use
     stolen_s: float | None = None
+    pressure: float | None = None  # the share of the last ten seconds in which some process waited for a processor
 
 
 def read_system(proc: Path = Path("/proc")) -> Reading:
     mine = os.times()
-    busy_s = stolen_s = None
+    busy_s = stolen_s = pressure = None
     with contextlib.suppress(OSError, ValueError, IndexError):
         allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         lines = [line.split() for line in (proc / "stat").read_text().splitlines()]
@@ -37,8 +42,11 @@ def read_system(proc: Path = Path("/proc")) -> Reading:
         if ticks:
             user, nice, system, _, _, interrupts, soft, stolen = (sum(column) for column in zip(*ticks, strict=True))
             busy_s, stolen_s = (user + nice + system + interrupts + soft) / per_s, stolen / per_s
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        first = (proc / "pressure" / "cpu").read_text().splitlines()[0]  # "some avg10=1.53 avg60=0.87 ..."
+        pressure = float(first.split()[1].removeprefix("avg10=")) / 100
     own_s = mine.user + mine.system + mine.children_user + mine.children_system
-    return Reading(time.monotonic(), os.getloadavg()[0], own_s, busy_s, stolen_s)
+    return Reading(time.monotonic(), os.getloadavg()[0], own_s, busy_s, stolen_s, pressure)
 
 
 class QuietWatch:
@@ -59,6 +67,8 @@ class QuietWatch:
         begin, now = self._begin, self._read()
         if begin.load > max(1.0, self._num_cpus / 2):
             return f"{begin.load:.1f} processes were running on {self._num_cpus} CPUs in the minute before"
+        if begin.pressure is not None and begin.pressure > MAX_PRESSURE:
+            return f"processes waited for a processor {begin.pressure:.0%} of the ten seconds before"
         if begin.busy_s is None or now.busy_s is None:
             return None
         whole_s = max(1e-3, now.time_s - begin.time_s) * self._num_cpus
