@@ -780,6 +780,9 @@ class _Cuda(DeviceKind):
             accepted = ", ".join(f"cuda:{i}" for i in range(count))
             raise ConfigError(f"device={str(device)!r}: there is no such device; accepted: {accepted}")
 
+    def name(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
+
     def available_nbytes(self, device: torch.device) -> int:
         """What is free now, what torch caches and does not use included."""
         free, _ = torch.accelerator.get_memory_info(device)

@@ -76,6 +76,10 @@ class DeviceKind(Protocol):
         """Raises ConfigError where this machine does not have the device."""
         return None
 
+    def name(self, device: torch.device) -> str:
+        """The driver's name for the accelerator."""
+        return "no accelerator"
+
     def available_nbytes(self, device: torch.device) -> int:
         """Memory the device may still give this process."""
 

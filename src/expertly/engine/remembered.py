@@ -17,6 +17,7 @@ from expertly.core.files import disk_errors, json_bytes, write_atomic
 from expertly.core.resources import cpu_name
 from expertly.core.units import format_nbytes
 from expertly.core.untrusted import OWN_FILE, Bounds, read_as
+from expertly.engine.device import kind_of
 from expertly.engine.learned import AUTO, find_weights
 from expertly.engine.memory import MemoryRequest, divide
 from expertly.scheduler.systems import BASE_SYSTEM, SYSTEMS, default_system, get_runnable
@@ -54,8 +55,7 @@ class _File:
 
 def this_machine(device: torch.device) -> str:
     """This machine, with the device that a model runs on and the threads that compute."""
-    accelerator = "no accelerator" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return f"{cpu_name() or 'unknown'}, {torch.get_num_threads()} threads, {accelerator}"
+    return f"{cpu_name() or 'unknown'}, {torch.get_num_threads()} threads, {kind_of(device).name(device)}"
 
 
 def remembered_path(store: PackedStore) -> Path:

@@ -16,7 +16,8 @@ MODEL_SECONDS = 40.0
 class MachineOptions:
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     out: Path = path_option(REQUIRED, "the hardware file", "FILE.toml")
-    memory: str = load_option("memory", default="25%", help="for the model's experts while it is measured")
+    memory: str | None = load_option("memory", default=None, help="for experts while they are measured (default: 25%)")
+    total_memory: str | None = load_option("total_memory")
 
 
 def run(args: MachineOptions) -> int:
@@ -25,7 +26,8 @@ def run(args: MachineOptions) -> int:
     from expertly_lab.model_profile import measure_model
 
     with progress_bar() as progress:
-        model, _ = api.load(args.model, memory=args.memory, system="lru", progress=progress)
+        memory = args.memory or (None if args.total_memory else "25%")
+        model, _ = api.load(args.model, memory=memory, total_memory=args.total_memory, system="lru", progress=progress)
     try:
         hardware = measure_model(model, MODEL_SECONDS)
     finally:
