@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
-from tests.policies.predictor.test_observing import began, chose, predictor, said
 
-from expertly.core.observation import History
+from expertly.core.messages import Prediction, RouterRan
+from expertly.core.observation import Began, History, Routed
 from expertly.policies.known import Known
+from expertly.policies.prediction import Predictor
+from expertly.policies.registry import PREDICTORS
+from tests.scheduler.drive import geometry
+
+SHAPE = geometry(layers=4, experts=6, top_k=2)
+
+
+def predictor(name: str, distance: int = 1, known: Known | None = None, **options: str) -> Predictor:
+    return PREDICTORS[name].make(SHAPE, known or Known(), distance, options)
+
+
+def began(*requests: int) -> Began:
+    return Began(np.array(requests, np.int64), np.zeros(len(requests), np.bool_))
+
+
+def chose(layer: int, *rows: list[int]) -> Routed:
+    union = list(dict.fromkeys(expert for row in rows for expert in row))
+    router = RouterRan(layer, union, [1] * len(union), [True] * len(union), len(rows))
+    return Routed(router, np.array(rows, np.int16))
+
+
+def said(predictions: Iterable[Prediction]) -> dict[tuple[int, int], list[int]]:
+    """(layer, distance) -> experts."""
+    return {(prediction.layer, prediction.distance): prediction.experts for prediction in predictions}
+
 
 # -- popularity ------------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ def run(args: BenchOptions) -> int:
         for note in notes:
             message(f"expertly: {note}")
         best = [row for row in map(fastest, by_budget) if row is not None]
-        saved = _save(bench, best, args.device) if args.save else None
+        saved, failed = _save(bench, best, args.device) if args.save else (None, False)
         rows = [asdict(row) for rows in by_budget for row in rows]
         result = {
             "model": args.model or "demo",
@@ -90,19 +90,18 @@ def run(args: BenchOptions) -> int:
             "saved": saved,
         }
         show(result, args.json, lambda: report(result), stdout)
-    is_unsaved = args.save and saved is None
-    return 2 if is_unsaved or any(row["reason"] is not None for row in rows) else 0
+    return 2 if failed or any(row["reason"] is not None for row in rows) else 0
 
 
-def _save(bench: Bench, best: Sequence[BenchRow], device: str | None) -> str | None:
-    """Remember the fastest systems; returns the file. None, with a message, where that failed: the results are printed
-    all the same.
+def _save(bench: Bench, best: Sequence[BenchRow], device: str | None) -> tuple[str | None, bool]:
+    """Remember the fastest systems that are presets; returns the file, and whether writing it failed, which is told:
+    the results are printed all the same.
     """
     from expertly.engine.device import choose_device
     from expertly.engine.remembered import FastestSystem, remember, this_machine
 
     assert bench.store is not None
-    saved, machine = None, this_machine(choose_device(device))
+    saved, failed, machine = None, False, this_machine(choose_device(device))
     try:
         for row in best:
             if row.system in SYSTEMS.built_in:
@@ -110,8 +109,9 @@ def _save(bench: Bench, best: Sequence[BenchRow], device: str | None) -> str | N
             else:
                 message(f"expertly: {row.system} is not saved; accepted: {', '.join(SYSTEMS.built_in)}")
     except StoreError as error:
+        failed = True
         message(f"expertly: error: {error}")
-    return saved
+    return saved, failed
 
 
 def report(result: Mapping[str, Any]) -> str:

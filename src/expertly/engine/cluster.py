@@ -51,7 +51,7 @@ def start_workers(workers: str | int, memory: str | int, opened: ExitStack) -> S
         launch = partial(LocalProcess, memory, max(1, granted_cpus() // (num + 1)))
         peers = [Peer(f"local-{number}", HOST, launch, is_here=True) for number in range(1, num + 1)]
     for peer in peers:
-        opened.callback(peer.close)
+        opened.callback(peer.end)
         with naming(peer):
             peer.start()
     return peers

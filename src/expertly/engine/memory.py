@@ -319,8 +319,11 @@ def _cgroup_limits() -> list[tuple[int, int, int]]:
         for level in (folder, *folder.parents):
             with contextlib.suppress(OSError, ValueError):  # no such file; "max": no limit
                 limit, usage = (int((level / name).read_text()) for name in names)
-                stat = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
-                limits.append((limit, usage, int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))))
+                inactive = 0
+                with contextlib.suppress(OSError, ValueError):  # a limit counts all the same
+                    stat = dict(line.split()[:2] for line in (level / "memory.stat").read_text().splitlines())
+                    inactive = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                limits.append((limit, usage, inactive))
             if level == root:
                 break
     return limits

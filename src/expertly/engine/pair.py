@@ -44,7 +44,7 @@ class Pair:
         self._socket.settimeout(timeout_s)
         try:
             self._socket.sendall(len(message).to_bytes(_LENGTH_NBYTES, "little") + message)
-        except OSError as error:
+        except BaseException as error:
             raise self._closed(error) from error
 
     def receive(self, timeout_s: float | None = None) -> bytes:
@@ -60,9 +60,11 @@ class Pair:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _closed(self, error: OSError) -> OSError:
+    def _closed(self, error: BaseException) -> BaseException:
+        """What to raise: whatever ended a message half-way, nobody would know where the next one begins."""
         self.close()
-        return error if isinstance(error, (ConnectionError, TimeoutError)) else ConnectionError(str(error))
+        is_known = isinstance(error, (ConnectionError, TimeoutError)) or not isinstance(error, OSError)
+        return error if is_known else ConnectionError(str(error))
 
     def _read(self, nbytes: int, until_s: float | None, *, is_begun: bool = False) -> bytes:
         content = bytearray(nbytes)
@@ -72,7 +74,7 @@ class Pair:
             self._socket.settimeout(left_s)
             try:
                 num_read = self._socket.recv_into(missing)
-            except OSError as error:
+            except BaseException as error:
                 if isinstance(error, TimeoutError) and not is_begun and len(missing) == nbytes:
                     raise
                 raise self._closed(error) from error
@@ -96,11 +98,14 @@ class Meeting:
     def accept(self, timeout_s: float) -> Pair:
         """Wait for the process that joins. Raises TimeoutError."""
         until_s, key = time.monotonic() + timeout_s, self.address.key.encode()
-        while True:
-            self._listening.settimeout(max(1e-3, until_s - time.monotonic()))
-            joined = Pair(self._listening.accept()[0])
-            with suppress(OSError):  # it is somebody else
-                if compare_digest(joined._read(len(key), time.monotonic() + _GREETING_S), key):
-                    self._listening.close()
-                    return joined
-            joined.close()
+        while (left_s := until_s - time.monotonic()) > 0:
+            self._listening.settimeout(left_s)
+            with suppress(OSError):  # none has come in time, or it is somebody else
+                connected, _ = self._listening.accept()
+                with suppress(OSError):
+                    joined = Pair(connected)
+                    if compare_digest(joined._read(len(key), time.monotonic() + _GREETING_S), key):
+                        self._listening.close()
+                        return joined
+                connected.close()
+        raise TimeoutError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -47,6 +48,8 @@ class Peer:
         self._pair: Pair | None = None
         self._process: WorkerProcess | None = None
         self._lock = threading.Lock()  # held from a message until its answer
+        self._owner = os.getpid()
+        self._is_ended = False
 
     def start(self) -> None:
         """Start a worker, which holds nothing, in place of any that runs. Does not wait. Raises ConnectionError."""
@@ -54,6 +57,9 @@ class Peer:
         self._meeting = Meeting(self._host)
         self._num_owed = 0  # answers that were not received
         self._process = self._launch(self._meeting.address)
+        if self._is_ended:  # meanwhile
+            self.close()
+            raise ConnectionError("the model was unloaded")
 
     def send(self, message: bytes, timeout_s: float = _SENDING_S) -> None:
         """Waits for a worker that starts, but not for an answer. Raises TimeoutError."""
@@ -85,8 +91,14 @@ class Peer:
         self.send(message, timeout_s)
         return self.receive(timeout_s)
 
+    def end(self) -> None:
+        """End the worker for good; the connection that a forked process shares is not its to end. Idempotent."""
+        if os.getpid() == self._owner:
+            self._is_ended = True
+            self.close()
+
     def close(self) -> None:
-        """End the worker. Idempotent."""
+        """End the worker that runs. Idempotent."""
         if self._pair is not None:
             self._pair.close()
             self._pair = None

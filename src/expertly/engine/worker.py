@@ -110,9 +110,13 @@ class ExpertWorker:
         nbytes = share.geometry.nbytes if system.keeps_everything else asked["memory_nbytes"]
         self._shard = shard = make_cpu_shard(asked["name"], store, share, system, nbytes)
         self._system = system
-        shard.bind(load_experts(store.folder, store.manifest, shard.device.dtype), share.experts)
-        for layer in range(share.geometry.num_layers) if system.keeps_everything else ():
-            shard.preload(layer)
+        try:
+            shard.bind(load_experts(store.folder, store.manifest, shard.device.dtype), share.experts)
+            for layer in range(share.geometry.num_layers) if system.keeps_everything else ():
+                shard.preload(layer)
+        except BaseException:
+            self.close()
+            raise
 
     def _run_layer(self, message: bytes) -> wire.LayerRan:
         shard = self._shard

@@ -49,7 +49,7 @@ def _check_room(name: str, store: Path | None) -> None:
     for folder in needed:
         on_it = {other: nbytes for other, nbytes in needed.items() if disks[other] == disks[folder]}
         parts = " and ".join(f"{nbytes} in {other}" for other, nbytes in on_it.items())
-        check_space(folder, sum(on_it.values()), f" to download and pack {name} ({parts})")
+        check_space(folder, sum(on_it.values()), f" to download and pack {name} ({parts}; HF_HOME moves the download)")
 
 
 @contextlib.contextmanager

@@ -157,7 +157,8 @@ class Cache:
         """
         lacking = {eid: self._lacking(layer, eid) for eid in (*evicting, *filling)}
         num_units = sum([len(lacking[eid]) for eid in evicting])
-        room = self.make_room(layer, num_units, protected)  # for all at once: cheaper, and evicts the same experts
+        # Room for all at once is cheaper, and evicts the same experts.
+        room = self.make_room(layer, num_units, protected) if evicting else 0
         for eid in evicting:
             units = lacking[eid]
             if room < len(units):

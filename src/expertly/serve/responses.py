@@ -21,8 +21,9 @@ class ResponsesAnswer:
 
     def __init__(self, asked: ResponsesRequest, request: ServedRequest, readers: Mapping[int, AnswerReader]) -> None:
         self.request = request
-        self._model = asked.model
-        self._are_calls_parallel = asked.parallel_tool_calls is not False
+        echoed = {"model", "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "text"}
+        self._echo = {"parallel_tool_calls": asked.parallel_tool_calls is not False}
+        self._echo |= asked.model_dump(include=echoed, by_alias=True, exclude_none=True)
         self._readers = readers
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -141,7 +142,6 @@ class ResponsesAnswer:
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "model": self._model,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -155,8 +155,13 @@ class ResponsesAnswer:
             }
             if is_over
             else None,
-            # OpenAI's client asks for these; the request has them
+            "instructions": None,
+            "max_output_tokens": None,
+            "temperature": 1.0,
+            "top_p": 1.0,
             "tools": [],
             "tool_choice": "auto",
-            "parallel_tool_calls": self._are_calls_parallel,
+            "text": {"format": {"type": "text"}},
+            "metadata": {},
+            **self._echo,
         }

@@ -294,10 +294,16 @@ class CompletionRequest(Generation):
     max_tokens: Count | None = None  # default: 16
     logprobs: Annotated[Whole, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
-    best_of: Annotated[Whole, Field(ge=1, le=1)] | None = None  # none is chosen among several
+    best_of: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
     cannot: ClassVar[dict[str, str]] = Generation.cannot | {
         "suffix": "text is continued, not filled in; accepted: null"
     }
+
+    @model_validator(mode="after")
+    def _chooses_none(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError(f"best_of={self.best_of}: none is chosen among several; accepted: the value of n")
+        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

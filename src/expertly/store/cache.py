@@ -22,7 +22,7 @@ from expertly.store.removal import LOCK_NAME, remove_store
 CACHE_VARIABLE = "EXPERTLY_CACHE"
 
 LEARNED = ("maps", "matrices", "reuse", "predictor", "fastest")
-"""Files beside a model's store: expert maps, activation matrices, reuse weights, a predictor."""
+"""Files beside a model's store: expert maps, activation matrices, reuse weights, a predictor, the fastest systems."""
 
 
 def store_errors(folder: Path, doing: str) -> contextlib.AbstractContextManager[None]:

@@ -56,9 +56,10 @@ class Rounding:
     """expertly rounded the experts: generated tokens may differ from the checkpoint's."""
 
     to: str  # the weight format, as --quantize calls it
+    cost: Any = None  # in older stores: what was measured of it
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {"to": self.to}
 
     def __str__(self) -> str:
         return f"rounded to {self.to}: the model writes other tokens than the checkpoint"

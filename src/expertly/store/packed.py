@@ -130,7 +130,7 @@ class PackedStore:
         if expect_identity not in (None, manifest.identity) or stamp not in ("", manifest.stamp):
             raise StoreError(
                 f"{folder}: packed from another checkpoint (of {manifest.source}, identity {manifest.identity[:16]}), "
-                f"or that one has changed since{PACK_AGAIN}"
+                f"or that one, or how it is read, has changed since{PACK_AGAIN}"
             )
         layers, files = list(enumerate(manifest.layers)), manifest.files
         expert_names = [name for number, _ in layers for name in expert_files(number)]
