@@ -84,7 +84,7 @@ def put_in_threads(monkeypatch: pytest.MonkeyPatch, *memories: str) -> list[Thre
         each = memories or [memory] * int(workers)
         made[:] = [ThreadPeer(f"w{number}", one) for number, one in enumerate(each)]
         for peer in made:
-            opened.callback(peer.close)
+            opened.callback(peer.end)
             peer.start()
         return made
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -81,6 +83,38 @@ def test_who_waits_uses_no_processor() -> None:
         assert time.process_time() - used_s < 0.2
         here.send(b"end")
         assert waiting.result(10) == b"end"
+
+
+def test_strangers_do_not_keep_who_waits_beyond_its_time() -> None:
+    """Each of them may take a second to say the key; all of them together have no more time than there is."""
+    meeting = Meeting(HOST)
+    strangers = [socket.create_connection(meeting.address[:2], 1) for _ in range(8)]
+    begin_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        meeting.accept(0.5)
+    assert time.monotonic() - begin_s < 4
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_an_interrupt_within_a_message_ends_the_connection() -> None:
+    """Else the rest of the message would be read as the next one's length."""
+    here, there = connected()
+    there._socket.sendall((1000).to_bytes(8, "little") + b"x" * 500)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(KeyboardInterrupt):
+            here.receive(20)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    for end in (here, there):
+        with pytest.raises(ConnectionError):
+            end.receive(5)
 
 
 def test_only_who_has_the_key_is_met_and_only_at_that_address() -> None:

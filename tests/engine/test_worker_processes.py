@@ -72,6 +72,16 @@ def test_processes_that_are_killed_and_stopped(
         (worker,), (_, device) = workers_of(model), expertly.stats(model).as_dict()["devices"]
         assert worker["pid"] != os.getpid() and worker["bytes_received"]
 
+        child = os.fork()
+        if not child:
+            try:
+                expertly.unload(model)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert generate(model, case.prompts) == case.tokens
+        assert workers_of(model)[0]["drops"] == 0, "a forked process ends nothing that is not its own"
+
         os.kill(worker["pid"], signal.SIGKILL)
         assert generate(model, case.prompts) == case.tokens
         assert workers_of(model)[0]["problem"] != "no answer within its deadline", (
