@@ -92,12 +92,12 @@ def test_a_demand_is_cut_in_router_order_and_nothing_is_lost(num_devices: int) -
 def test_a_prediction_is_cut_and_numbered_anew() -> None:
     geometry = shape(6, 8)
     probabilities, outlook = [0.1 * expert for expert in range(8)], tuple(map(float, range(14)))
-    whole = Prediction(1, [5, 0, 7, 2], [0.5, 0.25, 0.2, 0.05], 2, 0.9, probabilities, outlook)
+    whole = Prediction(1, [5, 0, 7, 2], [0.5, 0.25, 0.2, 0.05], 2, probabilities, outlook)
     shares, named = Placement(geometry, [1] * 2).shares, []
     for share in shares:
         part = share.prediction(whole)
         held = share.experts[1]
-        assert (part.layer, part.distance, part.confidence) == (1, 2, None)
+        assert (part.layer, part.distance) == (1, 2)
         named += [(held[number], score) for number, score in zip(part.experts, part.scores, strict=True)]
         assert part.scores == sorted(part.scores, reverse=True)
         assert part.probabilities == [0.1 * expert for expert in held]

@@ -151,11 +151,10 @@ class RandomPredictor(Predictor):
                 "mixed": others[: dice.randint(0, len(others))],
             }[dice.choice(["right", "right", "wrong", "mixed"])]
             scores = [dice.random() / (1 + i) for i in range(len(experts))]
-            confidence = probabilities = None
+            probabilities = None
             if dice.random() < 0.5:
-                confidence = 2 * dice.random() - 1
                 probabilities = [dice.random() for _ in range(self.shape.layers[layer].num_experts)]
-            yield Prediction(layer, list(experts), scores, distance, confidence, probabilities)
+            yield Prediction(layer, list(experts), scores, distance, probabilities)
 
 
 class RandomQuotas(Allocation):

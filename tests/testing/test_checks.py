@@ -107,7 +107,6 @@ NONE = [  # of one that gives no probabilities
     (lambda one: replace(one, experts=[np.int64(e) for e in one.experts]), "experts are Python's ints"),
     (lambda one: replace(one, scores=one.scores[::-1]), "scores fall"),
     (lambda one: replace(one, scores=[np.float32(s) for s in one.scores]), "scores are Python's floats"),
-    (lambda one: replace(one, confidence=3.0), "a confidence is a float from -1 to 1"),
     (lambda one: replace(one, probabilities=[0.1] * 12), "one that gives no probabilities gives none"),
     (lambda one: replace(one, scores=[s + _DICE.random() for s in sorted(one.scores)][::-1]), "scores|the same"),
 ]

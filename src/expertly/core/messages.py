@@ -62,7 +62,6 @@ class Prediction:
     experts: list[int]
     scores: list[float]  # the higher, the sooner it is loaded; comparable over the layers of one predictor
     distance: int  # layers ahead of what the predictor has seen
-    confidence: float | None = None  # the predictor's own, from -1 to 1, where it has one
     # For eviction:
     probabilities: list[float] | None = None  # that each expert of the layer is needed when it runs next
     outlook: tuple[float, ...] | None = None  # how likely each expert of the model (by dense id) is used again;

@@ -43,7 +43,7 @@ class Share:
         )
 
     def prediction(self, prediction: Prediction) -> Prediction:
-        """The part of a prediction that concerns these experts, in its order. Confidence stays with the whole."""
+        """The part of a prediction that concerns these experts, in its order."""
         layer, probabilities, outlook = prediction.layer, prediction.probabilities, prediction.outlook
         numbers = self._numbers[layer]
         places = [i for i, expert in enumerate(prediction.experts) if expert in numbers]
@@ -52,7 +52,6 @@ class Share:
             [numbers[prediction.experts[i]] for i in places],
             [prediction.scores[i] for i in places],
             prediction.distance,
-            None,
             None if probabilities is None else [probabilities[expert] for expert in self.experts[layer]],
             None if outlook is None else tuple([outlook[eid] for eid in self._ids]),
         )

@@ -269,9 +269,8 @@ class _MatchedPass:
 class FMoE(Predictor):
     """Predicts the first d layers when an iteration begins, by its embedding, and all layers from l+d on (`reach=one`:
     that alone) when the router of layer l ran, by the layers so far. Each row is matched by itself. The prediction is
-    the union of what the rows select, by the highest probability; its confidence is the mean similarity of their
-    matches. Of a layer beyond l+d only a prediction that differs from its newest is made. Of a prompt, whose rows
-    together name most experts, layer l+d alone is predicted.
+    the union of what the rows select, by the highest probability. Of a layer beyond l+d only a prediction that differs
+    from its newest is made. Of a prompt, whose rows together name most experts, layer l+d alone is predicted.
 
     The maps of a pass are added if it ends well and no layer was left out. In a model of two stacks each stack is a
     pass of its own; its maps are 0 in the other stack's layers.
@@ -357,7 +356,6 @@ class FMoE(Predictor):
         nearest = self._search.nearest(cosines if has_layer.all() else np.where(has_layer, cosines, -np.inf))
         count, total = self._matched[kind]
         self._matched[kind] = count + len(nearest.scores), total + float(np.sum(nearest.scores))
-        score = float(np.mean(nearest.scores, dtype=np.float64))
         rows = self._store.maps[layers.start : layers.stop, nearest.slots]  # [layers, T, E]
         top_k = self._top_k[layers.start : layers.stop, None]
         selected = select(rows, nearest.scores, top_k, self._options.select)
@@ -368,7 +366,7 @@ class FMoE(Predictor):
             is_nearest = kind == "semantic" or ahead == layers.start
             is_same = before is not None and (before.experts, before.probabilities) == (experts, likely)
             if experts and (is_nearest or not is_same):
-                now.named[ahead] = Prediction(ahead, experts, scores, ahead - layer, score, likely)
+                now.named[ahead] = Prediction(ahead, experts, scores, ahead - layer, likely)
                 yield now.named[ahead]
 
 

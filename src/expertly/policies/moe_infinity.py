@@ -213,13 +213,12 @@ class _OfRequest:
     match: Match
     predicted: Floats | None = None  # [L, E] rows of sum 1 (its pEAM); None: nothing is known
     slots: tuple[int, ...] | None = None  # matched; None: whatever is popular
-    cosine: float | None = None
 
 
 class EAM(Predictor):
     """Names the experts of the next `distance` layers, when an iteration begins and anew after each router: those that
     most tokens of the `matches` nearest matrices chose; of a request that has run nothing in this phase, the most
-    popular ones. A score is p x (1 - (i - l) / L) for layer i predicted after layer l; confidence is the mean cosine.
+    popular ones. A score is p x (1 - (i - l) / L) for layer i predicted after layer l.
     Every request of a pass is matched by itself; the prediction is the union, by the highest p. While the same matrices
     are nearest, only the next layer and one that has come within reach are predicted.
 
@@ -353,7 +352,6 @@ class EAM(Predictor):
         if nearest is None:
             return False
         self._matched = self._matched[0] + 1, self._matched[1] + nearest.cosine
-        entry.cosine = nearest.cosine
         if nearest.slots == entry.slots:
             return False
         entry.slots = nearest.slots
@@ -365,8 +363,6 @@ class EAM(Predictor):
         predicted = [entry.predicted for entry in self._pass or () if entry.predicted is not None]
         if not predicted or not layers:
             return
-        cosines = [entry.cosine for entry in self._pass or () if entry.cosine is not None]
-        confidence = sum(cosines) / len(cosines) if cosines else None
         likely = np.stack(predicted)  # [T, L, E]
         outlook = self._outlook(likely.max(axis=0))
         for layer in layers:
@@ -374,7 +370,7 @@ class EAM(Predictor):
             if best is not None:
                 ahead = layer - max(self._last, self._layers.start - 1)
                 scores = [(1 - ahead / self._shape.num_layers) * score for score in best.scores]
-                yield replace(best, scores=scores, confidence=confidence, outlook=outlook)
+                yield replace(best, scores=scores, outlook=outlook)
                 outlook = None
 
     def named(self, layer: int, ahead: int, rows: Floats) -> Prediction | None:

@@ -65,18 +65,13 @@ def _check_layer(prediction: Prediction, running: int) -> None:
 
 
 def _check_experts(prediction: Prediction) -> None:
-    experts, scores, confidence = prediction.experts, prediction.scores, prediction.confidence
+    experts, scores = prediction.experts, prediction.scores
     num_experts = SHAPE.layers[prediction.layer].num_experts
     expect(len(set(experts)) == len(experts) == len(scores) > 0, "experts are named once, each with a score")
     expect(all(type(one) is int for one in experts), "experts are Python's ints", experts)
     expect(all(0 <= one < num_experts for one in experts), "experts are of the layer", experts)
     expect(scores == sorted(scores, reverse=True), "scores fall", scores)
     expect(all(type(one) is float for one in scores), "scores are Python's floats", scores)
-    expect(
-        confidence is None or (type(confidence) is float and -1 <= confidence <= 1),
-        "a confidence is a float from -1 to 1, or None",
-        confidence,
-    )
 
 
 def _check_probabilities(policy: type[Predictor], prediction: Prediction, num_rows: int) -> None:

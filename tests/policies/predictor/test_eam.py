@@ -133,8 +133,6 @@ def test_every_request_of_a_batch_is_counted_and_matched_on_its_own() -> None:
             first, second = alone[0][step][at], alone[1][step][at]
             assert both.probabilities == np.maximum(first.probabilities, second.probabilities).tolist()
             assert set(both.experts) == {*first.experts, *second.experts}
-            if step:
-                assert both.confidence == pytest.approx((first.confidence + second.confidence) / 2)
     eam.finish()
     newest = np.argsort(eam.learned.decode.born[:22])[-2:]
     np.testing.assert_array_equal(eam.learned.decode.matrices[newest], [matrix_of(now[:1]), matrix_of(now[1:])])
@@ -179,7 +177,6 @@ def test_predictions_are_the_papers(distance: int, matches: int, matrix: Any) ->
                 near = 1 - one.distance / LAYERS
                 assert one.scores == pytest.approx([near * p[one.layer, expert] for expert in one.experts])
                 assert one.scores[-1] >= near * np.sort(p[one.layer])[-TOP_K] - 1e-6, "the likeliest"
-                assert (one.confidence is None) == (not nearest)
             assert all(other.outlook is None for other in predictions[1:])
             outlook = predictions[0].outlook if predictions else None
             assert outlook is None or outlook != said, "it is said when it has changed"

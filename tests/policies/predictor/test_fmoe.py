@@ -91,7 +91,6 @@ def test_predictions_of_a_row_are_read_off_the_most_similar_map(mode: str) -> No
                 continue  # it still holds
             one = newest[ahead] = next(made)
             assert (one.layer, one.distance) == (ahead, ahead - layer)
-            assert one.confidence == pytest.approx(similar[slot], abs=1e-5)
             assert one.probabilities == maps[ahead, slot].tolist()
             assert (one.experts, one.scores) == wanted
     assert next(made, None) is None
@@ -125,7 +124,6 @@ def test_rows_of_a_batch_are_matched_each_and_united_by_the_highest_probability(
         order = sorted(highest, key=lambda expert: (-highest[expert], expert))
         assert one.experts == order
         assert one.scores == [highest[expert] for expert in order]
-        assert one.confidence == pytest.approx(np.mean([part.confidence for part in parts]), abs=1e-5)
         assert one.probabilities == np.max([part.probabilities for part in parts], axis=0).tolist()
 
 
