@@ -57,7 +57,7 @@ class Everything(Predictor):
         for layer in range(now + 1, self._geometry.num_layers):
             num_experts = self._geometry.layers[layer].num_experts
             share = [1.0 / num_experts] * num_experts
-            yield Prediction(layer, list(range(num_experts)), share, layer - now, 0.0, share)
+            yield Prediction(layer, list(range(num_experts)), share, layer - now, share)
 
 
 def put(monkeypatch: pytest.MonkeyPatch, make: Callable[[Geometry], Predictor]) -> str:

@@ -45,7 +45,7 @@ def test_memory_is_the_same_after_many_more_tokens(system: str, share: float, wi
         for layer in range(2):
             if window:
                 scores = sorted([dice.random() for _ in range(16)], reverse=True)
-                control.predict(Prediction(1 - layer, list(range(16)), scores, 1, 0.5, scores))
+                control.predict(Prediction(1 - layer, list(range(16)), scores, 1, scores))
                 for span in control.prefetch():
                     control.loaded(span)
             run_layer(control, layer, dice.sample(range(16), 4))

@@ -35,10 +35,10 @@ def test_predicted_probabilities_decide_what_is_evicted() -> None:
     control = Scheduler(shape, budget, lambda capacity, layers: FMoEEviction(shape), scope="global")
     run(control, one_token(0, [0, 1]))
     run(control, one_token(1, [0, 1]))
-    control.predict(Prediction(0, [], [], 1, 0.9, [0.15, 0.05, 0.8, 0.0]))
-    control.predict(Prediction(1, [], [], 1, 0.9, [0.6, 0.1, 0.3, 0.0]))
-    control.predict(Prediction(0, [], [], 1, 0.9, [0.05, 0.15, 0.8, 0.0]))
-    control.predict(Prediction(0, [2], [0.8], 2, 0.9))
+    control.predict(Prediction(0, [], [], 1, [0.15, 0.05, 0.8, 0.0]))
+    control.predict(Prediction(1, [], [], 1, [0.6, 0.1, 0.3, 0.0]))
+    control.predict(Prediction(0, [], [], 1, [0.05, 0.15, 0.8, 0.0]))
+    control.predict(Prediction(0, [2], [0.8], 2))
     assert [(span.layer, span.expert) for span in control.prefetch()] == [(0, 2)]
     assert set(control.cache.partitions[0].kept) == {1, 2, 4, 5}, "0 went: 0.05"
 
