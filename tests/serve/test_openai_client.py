@@ -157,6 +157,9 @@ def test_several_texts_of_several_prompts(serving: Serving, demo: tuple[Any, Any
     expected = [greedy(*demo, prompt, 8) for prompt in prompts]
     assert [choice.text for choice in got.choices] == [expected[0], expected[0], expected[1], expected[1]]
     assert [choice.index for choice in got.choices] == [0, 1, 2, 3]
+    assert serving.complete(prompts, n=2, best_of=2).choices == got.choices
+    with pytest.raises(openai.BadRequestError, match=r"best_of=1: none is chosen.*; accepted: the value of n"):
+        serving.complete(prompts, n=2, best_of=1)
     sampled = serving.complete(PROMPT, 16, temperature=1, seed=3, n=3)
     assert len({choice.text for choice in sampled.choices}) == 3, "one seed, and yet three texts"
 
@@ -209,7 +212,10 @@ def test_tokens_of_a_prompt_that_need_not_be_computed_again_are_counted(
     assert first.prompt_tokens_details.cached_tokens == 0
     num_same = len(demo[1].encode(start))
     assert second.prompt_tokens_details.cached_tokens == num_same // PAGE_TOKENS * PAGE_TOKENS > 0
-    again = serving.client.responses.create(model="demo", input=start, max_output_tokens=2)
+    again = serving.client.responses.create(model="demo", input=start, max_output_tokens=2, temperature=0.5)
+    assert (again.max_output_tokens, again.temperature, again.top_p) == (2, 0.5, 1), (
+        "an answer says how it was asked for"
+    )
     assert again.usage is not None and again.usage.input_tokens_details.cached_tokens > 0
 
 
