@@ -348,7 +348,9 @@ def test_soak(expert_nbytes: int, make: MakeBench) -> None:
         free.append(one.slot)
         counts[how] += 1
 
-    for _ in range(400):
+    for step in range(20_000):
+        if step >= 400 and counts["cancelled"] > 5 and counts["dropped"]:  # a fast disk leaves little to cancel
+            break
         what = dice.random()
         if what < 0.4:
             count, is_prefetch = min(len(free), dice.randint(1, 6)), dice.random() < 0.6

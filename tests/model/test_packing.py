@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def pack_and_tell(source: Path, folder: Path, warm: Path, quantize: str | None) 
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
-    pack(warm, folder.with_name("warm"))  # all that is imported late, and all pages of a small model
+    pack(warm, folder.with_name("warm"), quantize=quantize)  # all that is imported late, and all pages of a small model
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     pack(source, folder, quantize=quantize)
@@ -134,7 +135,9 @@ def test_packing_needs_little_memory(tmp_path: Path, imported: Any) -> None:
         source / "model.safetensors",
         {"format": "pt"},
     )
-    warm = make_checkpoint("qwen3_moe", tmp_path / "warm", dtype=torch.bfloat16)
+    family = FAMILIES["qwen3_moe"]
+    family = replace(family, config=family.config | {"hidden_size": 128, "moe_intermediate_size": 128})
+    warm = make_checkpoint(family, tmp_path / "warm", dtype=torch.bfloat16)
     for quantize in (None, "mxfp4"):
         name = str(quantize)
         (tmp_path / name).mkdir()
