@@ -41,6 +41,7 @@ class Experiment:
     machine: str = "rtx3090"
     memory: str = "25%"
     links: float = 1.0  # the machine's link, so many times as fast
+    num_devices: int = 1  # machines' cards, over which experts are spread, each on such a link
     is_online: bool = False  # requests arrive as recorded (--arrivals), and queue
     needs: Sequence[str] = ()  # fields that the trace must really have; "prompts", "weights"
     measure: Callable[[Lab], Cells] | None = None

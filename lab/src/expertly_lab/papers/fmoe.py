@@ -32,10 +32,8 @@ from expertly_lab.papers.runs import Lab
 from expertly_lab.sim.training import histories
 
 DISTANCE = 3
-LINKS = 6
-"""The paper's machine has six cards, each on a link of its own (sections 5, 6.1): simulated as one that is six times as
-fast, which is kind to one load alone.
-"""
+CARDS = 6
+"""Each on a link of its own; experts are dealt out to them in turn (sections 5, 6.1)."""
 FMOE = f"fmoe:distance={DISTANCE}"
 CACHES = {"on-demand": "on-demand", "lru": "lru"}
 FAIR = {
@@ -146,7 +144,7 @@ def beside(figure: str, title: str, systems: dict[str, str], note: str) -> Exper
             Better("fMoE hits most", HITS, "fmoe", MORE_HITS),
         ],
         systems,
-        links=LINKS,
+        num_devices=CARDS,
         note=note,
     )
 
@@ -166,7 +164,7 @@ PAPER = Paper(
             ],
             {"fmoe": "fmoe:distance={at}", "counts": COUNTS + ":distance={at}", **CACHES},
             Sweep("distance", (1, DISTANCE, 6)),
-            links=LINKS,
+            num_devices=CARDS,
         ),
         Experiment(
             "8",
@@ -197,7 +195,7 @@ PAPER = Paper(
             "the CDF of fMoE's latencies lies left of its rivals', with empty stores (no numbers).",
             [Better("fMoE has the lowest latency", LATENCY, "fmoe")],
             FAIR,
-            links=LINKS,
+            num_devices=CARDS,
             is_online=True,
             needs=("prompts",),
         ),
@@ -212,7 +210,7 @@ PAPER = Paper(
             ],
             FAIR,
             Sweep("memory", ("10%", "25%")),
-            links=LINKS,
+            num_devices=CARDS,
         ),
         Experiment(
             "12a",
@@ -233,7 +231,7 @@ PAPER = Paper(
                 "map (T+S+delta)": FMOE,
                 **CACHES,
             },
-            links=LINKS,
+            num_devices=CARDS,
             needs=("probs", "embedding", "lookahead"),
         ),
         Experiment(
@@ -252,7 +250,7 @@ PAPER = Paper(
                 "fmoe, LRU": f"fmoe:eviction=lru:distance={DISTANCE}",
                 **CACHES,
             },
-            links=LINKS,
+            num_devices=CARDS,
         ),
         Experiment(
             "13",
@@ -261,7 +259,7 @@ PAPER = Paper(
             [Lowest("TPOT is least between d = 1 and 6", TPOT, "fmoe")],
             {"fmoe": "fmoe:distance={at}", **CACHES},
             Sweep("distance", (1, DISTANCE, 6)),
-            links=LINKS,
+            num_devices=CARDS,
             note="Matching takes no time here, so that there is less to hide than in the paper.",
         ),
         Experiment(
@@ -283,7 +281,7 @@ PAPER = Paper(
             "all that is not asynchronous, loading on demand included, adds less than 5 % to an iteration.",
             [Within("waiting for experts is below 5 % of decode", WAITING, "fmoe", 0.0, 0.05)],
             {"fmoe": FMOE, **CACHES},
-            links=LINKS,
+            num_devices=CARDS,
         ),
     ],
 )

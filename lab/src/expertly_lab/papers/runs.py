@@ -163,12 +163,13 @@ class _Watch:
         self.computing_ns: list[int] = []  # of each pass
         self.moved_ns: list[int] = []  # of each pass: the link was busy
         self._computing = self._moved = 0
+        self._until_ns = 0  # some device has computed until then
 
     def begin_run(self, name: str) -> _Watch:
         return self
 
     def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
-        self._computing += end_ns - begin_ns
+        self.took(begin_ns, end_ns)
         if what == "head":
             self.ends_ns.append(end_ns)
             self.computing_ns.append(self._computing)
@@ -179,7 +180,8 @@ class _Watch:
         self._moved += end_ns - begin_ns
 
     def took(self, begin_ns: int, end_ns: int) -> None:
-        self._computing += end_ns - begin_ns
+        self._computing += max(0, end_ns - max(begin_ns, self._until_ns))
+        self._until_ns = max(self._until_ns, end_ns)
 
 
 @dataclass
@@ -247,6 +249,7 @@ class Lab:
                     memory=str(changed.get("memory", experiment.memory)),
                     machine=str(changed.get("machine", experiment.machine)),
                     links=float(changed.get("links", experiment.links)),
+                    num_devices=experiment.num_devices,
                     is_online=experiment.is_online,
                 )
         return cells
@@ -255,23 +258,30 @@ class Lab:
         return (spec if isinstance(spec, str) else spec(self)).replace("{at}", str(point))
 
     def run(
-        self, system: str, *, memory: str = "25%", machine: str = "rtx3090", links: float = 1.0, is_online: bool = False
+        self,
+        system: str,
+        *,
+        memory: str = "25%",
+        machine: str = "rtx3090",
+        links: float = 1.0,
+        num_devices: int = 1,
+        is_online: bool = False,
     ) -> Cell:
         """What a system gives. Raises CannotRun for what the trace lacks and cannot be modelled."""
         parts = replace(get_system(system), name="", summary="")
-        key = (parts, memory, machine, links, is_online)
+        key = (parts, memory, machine, links, num_devices, is_online)
         if key not in self._cells:
-            self._cells[key] = self._run(system, memory, self._study(machine, links, is_online))
+            self._cells[key] = self._run(system, memory, self._study(machine, links, num_devices, is_online))
         return self._cells[key]
 
     def taught(self, system: str) -> Predictor | None:
         """The predictor of a system as it is after the training part."""
-        study, parts = self._study("rtx3090", 1.0, False), get_system(system)
+        study, parts = self._study("rtx3090", 1.0, 1, False), get_system(system)
         assert study.training is not None
         return study.training.predictor(parts, study.geometry_of(parts), Known())
 
-    def _study(self, machine: str, links: float, is_online: bool) -> Study:
-        key = (machine, links, is_online)
+    def _study(self, machine: str, links: float, num_devices: int, is_online: bool) -> Study:
+        key = (machine, links, num_devices, is_online)
         if key not in self._studies:
             same = next((study for study in self._studies.values() if study.is_queued == is_online), None)
             schedule = same.schedule if same else self.schedule(is_online=is_online)
@@ -283,6 +293,7 @@ class Lab:
                 self.subject.dense,
                 seed=self.options.seed,
                 is_queued=is_online,
+                num_devices=num_devices,
                 progress=self.progress,
                 training=same.training if same else TrainingPart(self.trace, schedule.training),
             )

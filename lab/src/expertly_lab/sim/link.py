@@ -1,9 +1,11 @@
-"""The simulator's clock, and its transport: a link that brings one span after the other, loads before prefetches."""
+"""The simulator's clock, and its transport: a link that brings one span after the other, loads before prefetches, or
+one such link for each of several devices.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
@@ -42,6 +44,8 @@ class VirtualLink:
     moves the clock, and so does `miss_ns` of the hardware for each span that is taken.
     """
 
+    num_devices = 1
+
     def __init__(
         self, clock: Clock, hardware: Hardware, geometry: Geometry, watcher: SimulationWatcher | None = None
     ) -> None:
@@ -61,6 +65,9 @@ class VirtualLink:
         self._free_at_ns = 0
         self._next_ns = NEVER_NS  # when the next transfer begins
         self._order = 0
+
+    def device_of(self, layer: int, expert: int) -> int:
+        return 0
 
     def submit(self, spans: Sequence[Span]) -> None:
         self._ask(spans, self._loads)
@@ -96,6 +103,16 @@ class VirtualLink:
             self._clock.now_ns = arrival_ns
         return self._take()
 
+    @property
+    def arrives_ns(self) -> int:
+        """When the next span arrives if nothing else is asked for; NEVER_NS: nothing is in flight."""
+        if self._arrivals:
+            return self._arrivals[0][0]
+        if self._next_ns == NEVER_NS:
+            return NEVER_NS
+        span = self._first(self._next_ns)[0][2]
+        return self._next_ns + self._takes_ns[span.layer][span.num_segments]
+
     def _ask(self, spans: Sequence[Span], queue: list[_Entry]) -> None:
         now = self._clock.now_ns
         self._begin_until(now)
@@ -120,17 +137,64 @@ class VirtualLink:
 
     def _begin(self) -> None:
         """Begin the next transfer."""
-        loads, prefetches, begin = self._loads, self._prefetches, self._next_ns
-        is_load = bool(loads) and (not prefetches or loads[0][0] <= max(prefetches[0][0], self._free_at_ns))
-        span = heappop(loads if is_load else prefetches)[2]
+        begin = self._next_ns
+        span = heappop(self._first(begin))[2]
         self._free_at_ns = end = begin + self._takes_ns[span.layer][span.num_segments]
         self._find_next()
         self._arrivals.append((end, span))
         if self._watcher is not None:
             self._watcher.moved(span, begin, end)
 
+    def _first(self, begin_ns: int) -> list[_Entry]:
+        """The queue whose first span begins then."""
+        return self._loads if self._loads and self._loads[0][0] <= begin_ns else self._prefetches
+
     def _find_next(self) -> None:
         first = self._loads[0][0] if self._loads else NEVER_NS
         if self._prefetches:
             first = min(first, self._prefetches[0][0])
         self._next_ns = max(first, self._free_at_ns)
+
+
+class VirtualLinks:
+    """A Transport of several devices that share a clock: expert parallelism, each device on a link of its own. Experts
+    are dealt out to them in turn (fMoE, section 5).
+    """
+
+    def __init__(self, geometry: Geometry, links: Sequence[VirtualLink]) -> None:
+        self.num_devices = len(links)
+        self._links = links
+        self._geometry = geometry
+
+    @property
+    def stall_ns(self) -> int:
+        return sum([link.stall_ns for link in self._links])
+
+    def device_of(self, layer: int, expert: int) -> int:
+        return self._geometry.expert_id(layer, expert) % self.num_devices
+
+    def submit(self, spans: Sequence[Span]) -> None:
+        for link, its_spans in self._dealt(spans):
+            link.submit(its_spans)
+
+    def prefetch(self, spans: Sequence[Span]) -> None:
+        for link, its_spans in self._dealt(spans):
+            link.prefetch(its_spans)
+
+    def cancel(self, layer: int) -> list[Span]:
+        return [span for link in self._links for span in link.cancel(layer)]
+
+    def poll(self) -> Span | None:
+        return self._next().poll()
+
+    def wait(self) -> Span:
+        return self._next().wait()
+
+    def _next(self) -> VirtualLink:
+        """The link whose next span arrives first; what others bring begins no earlier than it would have."""
+        return min(self._links, key=lambda link: link.arrives_ns)
+
+    def _dealt(self, spans: Sequence[Span]) -> Iterator[tuple[VirtualLink, list[Span]]]:
+        for device, link in enumerate(self._links):
+            if its_spans := [span for span in spans if self.device_of(span.layer, span.expert) == device]:
+                yield link, its_spans

@@ -14,14 +14,15 @@ from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.systems import OVERLAPPED
 from expertly_lab.sim.compute import ComputeModel
 from expertly_lab.sim.future import TraceFuture
-from expertly_lab.sim.link import Clock, SimulationWatcher, VirtualLink
+from expertly_lab.sim.link import Clock, SimulationWatcher, VirtualLink, VirtualLinks
 from expertly_lab.sim.metrics import Metrics
 from expertly_lab.sim.synchronous import WaitingPrefetcher, run_by_id
 from expertly_lab.sim.workload import Iteration
 
 
 class Simulator:
-    """One device, which runs one request at a time or the batches of the trace. `run` may be called once.
+    """Runs one request at a time or the batches of the trace. `run` may be called once. Several devices compute their
+    experts side by side and are one cache; the first computes all else.
 
     Predicting takes no time. Jobs of the allocation are given `times` (those of a decode step) and take none either.
     """
@@ -31,7 +32,7 @@ class Simulator:
         scheduler: Scheduler,
         compute: ComputeModel,
         clock: Clock,
-        link: VirtualLink,
+        link: VirtualLink | VirtualLinks,
         *,
         predictor: Predictor | None = None,
         future: TraceFuture | None = None,
@@ -39,13 +40,15 @@ class Simulator:
         times: Timing | None = None,
         loop: str = OVERLAPPED,
     ) -> None:
-        """`loop`: the system's."""
+        """`loop`: the system's. With several links there are as many devices, and as many queues of prefetches."""
         self.scheduler = scheduler
         self.link = link
         self.metrics = Metrics()
         self.predictor = predictor
         self._compute = compute
         self.clock = clock
+        self._free_ns = [0] * link.num_devices  # when each device has computed what it was given
+        scheduler.queue.window *= link.num_devices
         self._prefetcher: Prefetcher | None = None
         self._wants: frozenset[Want] = frozenset()
         if predictor is not None:
@@ -115,13 +118,16 @@ class Simulator:
             run_layer(self.scheduler, prefetcher, router, self._use, prefetcher, routed)
         else:
             run_layer(self.scheduler, self.link, router, self._use, prefetcher, routed)
+        self.clock.now_ns = max(self.clock.now_ns, *self._free_ns)
 
     def _use(self, spans: Sequence[Span]) -> None:
-        clock = self.clock
         ((layer, expert, _, num_segments, _),) = spans
-        begin = clock.now_ns
+        free_ns, device = self._free_ns, self.link.device_of(layer, expert)
+        begin = max(self.clock.now_ns, free_ns[device])
         num_tokens = self._tokens.get(expert, 1) if self._tokens else 1
-        clock.now_ns = end = begin + self._span_ns(layer, num_tokens, num_segments)
+        free_ns[device] = end = begin + self._span_ns(layer, num_tokens, num_segments)
+        if len(free_ns) == 1:
+            self.clock.now_ns = end
         if self._watcher is not None:
             self._watcher.computed(f"expert {expert}", layer, begin, end)
 

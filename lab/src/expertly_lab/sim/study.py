@@ -20,7 +20,7 @@ from expertly_lab.baselines.systems import BOUNDS
 from expertly_lab.sim.compute import ComputeModel, step_times
 from expertly_lab.sim.future import Int32s, TraceFuture, next_uses
 from expertly_lab.sim.hardware import Hardware
-from expertly_lab.sim.link import Clock, SimulationWatcher, VirtualLink
+from expertly_lab.sim.link import Clock, SimulationWatcher, VirtualLink, VirtualLinks
 from expertly_lab.sim.metrics import percentile
 from expertly_lab.sim.processes import as_finished
 from expertly_lab.sim.schedule import Schedule
@@ -117,6 +117,7 @@ class Study:
     segments: int | None = None  # P; None: each system's own
     seed: int = 0
     is_queued: bool = False
+    num_devices: int = 1  # over which experts are spread, each on a link of its own
     learned: LearnedState | None = None  # of a predictor that was trained before
     taught: LearnedState | None = None  # to evictions, in place of what they find in the training part
     chrome: Timelines | None = None
@@ -345,7 +346,7 @@ class Study:
         name = system.name if system.keeps_everything else f"{system.name}, {label}"
         watcher = None if self.chrome is None else self.chrome.begin_run(name)
         clock, compute = Clock(), ComputeModel(hardware, geometry, self.dense)
-        link = VirtualLink(clock, hardware, geometry, watcher)
+        links = [VirtualLink(clock, hardware, geometry, watcher) for _ in range(self.num_devices)]
         tell = self.progress
         learning = None if tell is None else partial(tell, f"learning, {system.name}")
         predictor = self._training.predictor(system, geometry, known, learning)
@@ -355,7 +356,7 @@ class Study:
             scheduler,
             compute,
             clock,
-            link,
+            links[0] if len(links) == 1 else VirtualLinks(geometry, links),
             predictor=predictor,
             future=future,
             watcher=watcher,
