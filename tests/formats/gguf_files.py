@@ -41,6 +41,9 @@ def gguf_blocks(type_name: str, shape: tuple[int, ...], dice: np.random.Generato
         "Q4_K": {0: 200, 2: 27},
         "Q5_K": {0: 400, 2: 27},
         "Q6_K": {208: 1350},
+        "Q2_K": {80: 15, 82: 10},
+        "Q3_K": {108: 42},
+        "IQ4_XS": {0: 1200},
     }
     for place, over in scales.get(type_name, {}).items():
         numbers = dice.uniform(0.5, 1.5, (*blocks.shape[:-1], 1)) * std / over

@@ -84,6 +84,7 @@ CHECKPOINTS: dict[str, Callable[[Path, torch.dtype], Path]] = {  # by format and
     "int4_g32_zeros_f16 autoawq": partial(library_checkpoint, name="autoawq"),
     "q8_0 qwen3moe": partial(gguf_checkpoint, kind="Q8_0", hidden=64, intermediate=128),
     "q4_k qwen3moe": partial(gguf_checkpoint, kind="Q4_K", hidden=256, intermediate=1024),
+    "q2_k qwen3moe": partial(gguf_checkpoint, kind="Q2_K", hidden=256, intermediate=1024),
 }
 SYSTEMS = [("lru", "25%", 1), ("expertly", "25%", 4)]
 MORE = [("expertly", "60%", 1), ("moepic", "50%", 4), ("resident", "100%", 1)]  # one of them for each, in turn

@@ -39,6 +39,8 @@ DOWN = "blk.1.ffn_down_exps.weight"
         ("minimax-m2", "Q4_0", "Q8_0", "q4_0+q8_0", SMALL),
         ("qwen3moe", "Q4_1", "Q5_1", "q4_1+q5_1", SMALL),
         ("qwen3moe", "Q4_K", "Q5_0", "q4_k+q5_0", {"intermediate": 96}),  # as llama.cpp has such widths
+        ("qwen3moe", "Q2_K", "Q3_K", "q2_k+q3_k", {}),
+        ("qwen3moe", "IQ4_XS", "IQ4_NL", "iq4_nl+iq4_xs", {"intermediate": 96}),
     ],
 )
 def test_a_layer_may_have_two_types(
@@ -64,8 +66,8 @@ def test_a_layer_may_have_two_types(
 def test_a_named_dtype_converts_as_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Types that are not kept, too. By torch's products and attention, as a bfloat16 of both is to be the same."""
     monkeypatch.setenv(VARIABLE, "torch")
-    path = make_gguf(tmp_path / "model.gguf", "Q8_0", others={DOWN: "IQ4_NL"}, **SMALL)
-    refused(path, CheckpointError, rf"{DOWN}: in IQ4_NL; accepted: one of Q8_0, Q4_0, .*; or name a dtype")
+    path = make_gguf(tmp_path / "model.gguf", "Q8_0", others={DOWN: "F16"}, **SMALL)
+    refused(path, CheckpointError, rf"{DOWN}: in F16; accepted: one of Q8_0, Q4_0, .*; or name a dtype")
     store = pack(path, tmp_path / "store", "bfloat16")
     prompts = make_prompts(1, length=14)
     with loaded(store.folder, memory="50%") as model:

@@ -6,7 +6,7 @@ one for each output, rearranged:
 - 4-bit codes like in MXFP4: for each 8 inputs 16 words, one for each output;
 - 8-bit codes in words of 4 inputs: of every 8 inputs those at even places, then those at odd ones, which is how a
   kernel gets 4-bit codes out of a word with a mask;
-- further bits of a code, at the byte of the word where that mask leaves its 4 bits;
+- 2-bit codes, or further bits of a code, at the byte of the word where such a mask leaves its 4 bits;
 - scales and minima: 16 numbers each.
 
 The reference is the package gguf (quants.py).
@@ -114,16 +114,15 @@ class _Q32(_GgufBlocks):
         self.tile_nbytes = self._scales_at + 32 * len(self.halves)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
-        parts = [_words(_nibbles(blocks[..., -16:], 16))]
+        parts = [_packed(_fields(blocks[..., -16:], 16, 4), 4)]
         if self._has_fifth_bits:
-            high = np.unpackbits(blocks[..., -20:-16], axis=-1, bitorder="little")  # [..., 16, 32]
-            parts.append(_dwords(np.packbits(_by_byte(high, 32), axis=-1, bitorder="little")))
+            parts.append(_packed(np.unpackbits(blocks[..., -20:-16], axis=-1, bitorder="little"), 1))
         return *parts, *(blocks[..., place : place + 2] for place in self.halves)
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
-        codes = _codes(tiles[..., :256])
+        codes = _unpacked(tiles[..., :256], 4)
         if self._has_fifth_bits:
-            codes |= _from_bytes(_of_dwords(tiles[..., 256:320], 8, 1), 32) << 4
+            codes |= _unpacked(tiles[..., 256:320], 1) << 4
         scales = _numbers(tiles, self._scales_at).unsqueeze(-1)
         if not self._has_minimum:
             return (codes.float() - (16 if self._has_fifth_bits else 8)) * scales
@@ -152,17 +151,15 @@ class _ScaledGroups(_GgufBlocks):
         self.tile_nbytes = TILE_OUTPUTS * (176 if has_fifth_bits else 144)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
-        parts = [_words(_nibbles(blocks[..., -128:], 32))]
+        parts = [_packed(_fields(blocks[..., -128:], 32, 4), 4)]
         if self._has_fifth_bits:
-            high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)  # [..., 16, 8, 32]
-            bits = np.packbits(_by_byte(high, 32), axis=-1, bitorder="little").reshape(*blocks.shape[:-1], 32)
-            parts.append(_dwords(bits))
+            parts.append(_packed(_fields(blocks[..., 16:48], 32, 1), 1))
         return *parts, _dwords(blocks[..., 4:16]), blocks[..., :2], blocks[..., 2:4]
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
-        codes, scales_at = _codes(tiles[..., :2048]), 2048
+        codes, scales_at = _unpacked(tiles[..., :2048], 4), 2048
         if self._has_fifth_bits:
-            codes, scales_at = codes | _from_bytes(_of_dwords(tiles[..., 2048:2560], 8, 1), 32) << 4, 2560
+            codes, scales_at = codes | _unpacked(tiles[..., 2048:2560], 1) << 4, 2560
         rest = tiles[..., scales_at:]
         low, high, both = rest[..., :192].unflatten(-1, (3, 16, 4)).unbind(-3)  # [..., 16, 4]
         scales = torch.cat((low & 63, both & 15 | low >> 6 << 4), dim=-1).float() * _numbers(rest, 192).unsqueeze(-1)
@@ -177,20 +174,78 @@ class _Q6_K(_GgufBlocks):
     group, tile_nbytes, halves = 256, TILE_OUTPUTS * 210, (208,)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
-        shifts = np.arange(0, 8, 2, dtype=np.uint8)
-        high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32) >> shifts[:, None] & np.uint8(3)
-        quads = _by_byte(high.reshape(*blocks.shape[:-1], 256), 16).reshape(*blocks.shape[:-1], 64, 4) << shifts
-        bits = _dwords(np.bitwise_or.reduce(quads, axis=-1))
-        return (
-            *(_words(_nibbles(blocks[..., :128], 64)), bits),
-            *(blocks[..., 192:208].swapaxes(-1, -2), blocks[..., 208:]),
-        )
+        low, high = _fields(blocks[..., :128], 64, 4), _fields(blocks[..., 128:192], 32, 2)
+        return _packed(low, 4), _packed(high, 2), blocks[..., 192:208].swapaxes(-1, -2), blocks[..., 208:]
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
-        codes = _codes(tiles[..., :2048]) | _from_bytes(_of_dwords(tiles[..., 2048:3072], 4, 2), 16) << 4
-        scales = tiles[..., 3072:3328].view(torch.int8).unflatten(-1, (16, 16)).transpose(-1, -2).float()
-        scales = scales * _numbers(tiles, 3328).unsqueeze(-1)
+        codes = _unpacked(tiles[..., :2048], 4) | _unpacked(tiles[..., 2048:3072], 2) << 4
+        scales = _of_rows(tiles[..., 3072:3328].view(torch.int8)).float() * _numbers(tiles, 3328).unsqueeze(-1)
         return (codes.float() - 32) * scales.repeat_interleave(16, dim=-1)
+
+
+class _Q2_K(_GgufBlocks):
+    """2-bit codes of 256 inputs. Each 16 have a scale and a minimum of 4 bits, multiples of the block's."""
+
+    name, type, kernel = "q2_k", "Q2_K", 9
+    group, tile_nbytes, halves = 256, TILE_OUTPUTS * 84, (80, 82)
+
+    def _split(self, blocks: Bytes) -> Sequence[Bytes]:
+        codes = _packed(_fields(blocks[..., 16:80], 32, 2), 2)
+        return codes, blocks[..., :16].swapaxes(-1, -2), blocks[..., 80:82], blocks[..., 82:]
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        both = _of_rows(tiles[..., 1024:1280])
+        scales = (both & 15).float() * _numbers(tiles, 1280).unsqueeze(-1)
+        minima = (both >> 4).float() * _numbers(tiles, 1312).unsqueeze(-1)
+        codes = _unpacked(tiles[..., :1024], 2).float()
+        return codes * scales.repeat_interleave(16, dim=-1) - minima.repeat_interleave(16, dim=-1)
+
+
+class _Q3_K(_GgufBlocks):
+    """3-bit codes less 4, of 256 inputs. Each 16 have a scale of 6 bits, less 32, a multiple of the block's."""
+
+    name, type, kernel = "q3_k", "Q3_K", 10
+    group, tile_nbytes, halves = 256, TILE_OUTPUTS * 110, (108,)
+
+    def _split(self, blocks: Bytes) -> Sequence[Bytes]:
+        low, high = _fields(blocks[..., 32:96], 32, 2), _fields(blocks[..., :32], 32, 1)
+        return _packed(low, 2), _packed(high, 1), _dwords(blocks[..., 96:108]), blocks[..., 108:]
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        codes = _unpacked(tiles[..., :1024], 2) | _unpacked(tiles[..., 1024:1536], 1) << 2
+        bits = tiles[..., 1536:1728].unflatten(-1, (3, 16, 4))
+        low = torch.cat([bits[..., i, :, :] >> shift & 15 for shift in (0, 4) for i in (0, 1)], dim=-1)
+        high = torch.cat([bits[..., 2, :, :] >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+        scales = ((low | high << 4).float() - 32) * _numbers(tiles, 1728).unsqueeze(-1)
+        return (codes.float() - 4) * scales.repeat_interleave(16, dim=-1)
+
+
+class _IQ4_NL(_Q32):
+    """Codes of 4 bits, which number 16 values."""
+
+    def __init__(self) -> None:
+        super().__init__("IQ4_NL", 11, has_fifth_bits=False, has_minimum=False)
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        return _iq4_values(_unpacked(tiles[..., :256], 4)) * _numbers(tiles, 256).unsqueeze(-1)
+
+
+class _IQ4_XS(_GgufBlocks):
+    """The same of 256 inputs. Each 32 have a scale of 6 bits, less 32, a multiple of the block's."""
+
+    name, type, kernel = "iq4_xs", "IQ4_XS", 12
+    group, tile_nbytes, halves = 256, TILE_OUTPUTS * 136, (0,)
+
+    def _split(self, blocks: Bytes) -> Sequence[Bytes]:
+        codes = _packed(_fields(blocks[..., 8:], 16, 4), 4)
+        return codes, blocks[..., 4:8], blocks[..., 2:4], blocks[..., :2]
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        low, high = tiles[..., 2048:2112].unflatten(-1, (16, 4)), tiles[..., 2112:2144].unflatten(-1, (16, 2))
+        low = torch.stack((low & 15, low >> 4), dim=-1).flatten(-2)
+        high = torch.stack([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(-2)
+        scales = ((low | high << 4).float() - 32) * _numbers(tiles, 2144).unsqueeze(-1)
+        return _iq4_values(_unpacked(tiles[..., :2048], 4)) * scales.repeat_interleave(32, dim=-1)
 
 
 class _GgufMxfp4(_Mxfp4):
@@ -206,7 +261,7 @@ class _GgufMxfp4(_Mxfp4):
 
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
         blocks = tensors[0].numpy().reshape(rows, columns // 32, 17)
-        codes = _pairs(_nibbles(blocks[..., 1:], 16))
+        codes = _pairs(_fields(blocks[..., 1:], 16, 4))
         parts = (torch.from_numpy(np.ascontiguousarray(one)) for one in (codes, blocks[..., 0]))
         return super().parts_of(tuple(parts), rows, columns)
 
@@ -216,10 +271,24 @@ _Q4_K, _Q5_K = _ScaledGroups("Q4_K", 3, has_fifth_bits=False), _ScaledGroups("Q5
 _Q4_1 = _Q32("Q4_1", 6, has_fifth_bits=False, has_minimum=True)
 _Q5_0 = _Q32("Q5_0", 7, has_fifth_bits=True, has_minimum=False)
 _Q5_1 = _Q32("Q5_1", 8, has_fifth_bits=True, has_minimum=True)
-GGUF_FORMATS = (Q8_0, Q4_0, _Q4_K, _Q5_K, _Q6_K(), _Q4_1, _Q5_0, _Q5_1)
+GGUF_FORMATS = (
+    *(Q8_0, Q4_0, _Q4_K, _Q5_K, _Q6_K(), _Q4_1, _Q5_0, _Q5_1),
+    *(_Q2_K(), _Q3_K(), _IQ4_NL(), _IQ4_XS()),
+)
 
 OF_GGUF_TYPE: dict[str, TiledFormat] = {**{one.type: one for one in GGUF_FORMATS}, "MXFP4": _GgufMxfp4()}
 """The format of a GGUF matrix, by GGUF's name of its type."""
+
+
+def grids() -> bytes:
+    """GRIDS of native/blocks.h: the package's grids, and the values of IQ4_NL, more by 128."""
+    from gguf import quants
+
+    tables = []
+    for kind in (quants.IQ2_XXS, quants.IQ2_XS, quants.IQ2_S, quants.IQ3_XXS, quants.IQ3_S, quants.IQ1_S):
+        kind.init_grid()
+        tables.append(np.asarray(kind.grid, np.int8).tobytes())
+    return b"".join(tables) + (np.array(quants.IQ4_NL.kvalues) + 128).astype(np.uint8).tobytes()
 
 
 # -- bytes of blocks, [..., 16 outputs, n] -----------------------------------------------------------------------------
@@ -229,10 +298,11 @@ def _halves(blocks: Bytes, place: int) -> np.ndarray[Any, np.dtype[np.float16]]:
     return np.ascontiguousarray(blocks[..., place : place + 2]).view(np.float16)
 
 
-def _nibbles(data: Bytes, width: int) -> Bytes:
-    """Codes [..., 2 n] from n bytes: of each `width` bytes the low halves, then the high ones."""
-    apart = data.reshape(*data.shape[:-1], -1, 1, width)
-    return np.concatenate((apart & 15, apart >> 4), axis=-2).reshape(*data.shape[:-1], -1)
+def _fields(data: Bytes, width: int, num_bits: int) -> Bytes:
+    """Numbers [..., 8 / num_bits * n] of n bytes: of each `width` bytes those in the lowest bits, then the next."""
+    shifts = np.arange(0, 8, num_bits, dtype=np.uint8)[:, None]
+    fields = data.reshape(*data.shape[:-1], -1, 1, width) >> shifts & np.uint8((1 << num_bits) - 1)
+    return fields.reshape(*data.shape[:-1], -1)
 
 
 def _pairs(codes: Bytes) -> Bytes:
@@ -240,19 +310,20 @@ def _pairs(codes: Bytes) -> Bytes:
     return codes[..., 0::2] | codes[..., 1::2] * np.uint8(16)
 
 
-def _by_byte(numbers: Bytes, width: int) -> Bytes:
-    """Of each `width` inputs first those whose 4-bit codes are in byte 0 of their words, then those of byte 1, ..."""
-    words = numbers.reshape(*numbers.shape[:-1], -1, width // 8, 4, 2)  # of 8 inputs, byte, even or odd
-    return words.swapaxes(-2, -3).reshape(numbers.shape)
-
-
 def _dwords(data: Bytes) -> Bytes:
     """[..., n / 4, 16, 4]: 4-byte words, for each the 16 outputs."""
     return data.reshape(*data.shape[:-1], -1, 4).swapaxes(-2, -3)
 
 
-def _words(codes: Bytes) -> Bytes:
-    return _dwords(_pairs(codes))
+def _packed(numbers: Bytes, num_bits: int) -> Bytes:
+    """Words of numbers: of all inputs of a word first those whose 4-bit codes are in byte 0 of theirs, then byte 1."""
+    if num_bits == 4:
+        return _dwords(_pairs(numbers))
+    apart = numbers.reshape(*numbers.shape[:-1], -1, 4 // num_bits, 4, 2)  # words, of 8 inputs, byte, even or odd
+    packed = np.zeros((*apart.shape[:-3], 4), np.uint8)
+    for place in range(8 // num_bits):
+        packed |= apart[..., place // 2, :, place % 2] << np.uint8(place * num_bits)
+    return _dwords(packed.reshape(*numbers.shape[:-1], -1))
 
 
 # -- numbers of tiles, [..., bytes] ------------------------------------------------------------------------------------
@@ -263,17 +334,20 @@ def _numbers(tiles: torch.Tensor, place: int) -> torch.Tensor:
     return tiles[..., place : place + 32].contiguous().view(torch.float16).float()
 
 
-def _of_dwords(data: torch.Tensor, num: int, width: int) -> torch.Tensor:
-    """Codes [..., 16, n] of `width` bits, `num` in a byte, the first in the lowest bits."""
-    shifts = torch.arange(0, num * width, width, dtype=torch.uint8, device=data.device)
-    codes = (data.unflatten(-1, (-1, 16, 4, 1)) >> shifts) & (1 << width) - 1  # [..., words, 16, 4, num]
-    return codes.transpose(-4, -3).flatten(-3)
+def _unpacked(words: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """The inverse of `_packed`: numbers [..., 16, inputs]."""
+    shifts = torch.arange(0, 8, num_bits, dtype=torch.uint8, device=words.device)
+    numbers = (words.unflatten(-1, (-1, 16, 4, 1)) >> shifts) & (1 << num_bits) - 1  # [..., words, 16, 4, of a byte]
+    apart = numbers.unflatten(-1, (-1, 2)).transpose(-2, -3)  # of 8 inputs, byte, even or odd
+    return apart.movedim(-5, -4).flatten(-4)
 
 
-def _from_bytes(numbers: torch.Tensor, width: int) -> torch.Tensor:
-    """The inverse of `_by_byte`."""
-    return numbers.unflatten(-1, (-1, 4, width // 8, 2)).transpose(-2, -3).flatten(-4)
+def _of_rows(numbers: torch.Tensor) -> torch.Tensor:
+    """[..., 16 outputs, n] of n times 16 numbers."""
+    return numbers.unflatten(-1, (-1, 16)).transpose(-1, -2)
 
 
-def _codes(words: torch.Tensor) -> torch.Tensor:
-    return _of_dwords(words, 2, 4)
+def _iq4_values(codes: torch.Tensor) -> torch.Tensor:
+    from gguf.quants import IQ4_NL
+
+    return torch.tensor(IQ4_NL.kvalues, dtype=torch.float32, device=codes.device)[codes.int()]

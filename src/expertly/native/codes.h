@@ -38,17 +38,20 @@ INLINE int place_in_pairs(int format, int i) {
 INLINE int code_offset(int format) {
     return format >= INT4_G32 ? 2
          : format == MXFP4    ? 12
-         : format == Q8_0     ? 128
+         : format == Q8_0 || format == IQ4_NL || format == IQ4_XS ? 128
          : format == Q4_0     ? 8
          : format == Q5_0     ? 16
          : format == Q6_K     ? 32
+         : format == Q3_K     ? 4
                               : 0;
 }
 
 /* Scales of a unit, for each output. */
-INLINE int scales_of_unit(int format) { return format == Q6_K ? 2 : 1; }
+INLINE int scales_of_unit(int format) { return format == Q6_K || format == Q2_K || format == Q3_K ? 2 : 1; }
 
-INLINE int has_minimum(int format) { return format == Q4_K || format == Q5_K || format == Q4_1 || format == Q5_1; }
+INLINE int has_minimum(int format) {
+    return format == Q4_K || format == Q5_K || format == Q4_1 || format == Q5_1 || format == Q2_K;
+}
 
 /* A float16's value, where the processor cannot convert it. */
 INLINE float half_number(const char *p) {
@@ -82,6 +85,11 @@ INLINE vf NAME(float_of)(vu numbers) { return __builtin_convertvector((vi)number
 
 /* -- codes and scales of a format -------------------------------------------------------------------------------------- */
 
+/* Two bits of each of the 8 words: those of word k begin at bit 2 (k % 4) of these bytes. */
+INLINE void NAME(two_bits)(const char *p, int j, int at, vu *codes) {
+    for (int k = 0; k < 8; k++) codes[k] = *(const vu *)(p + (2 * j + k / 4) * 64 + at) >> k % 4 * 2 & 0x03030303u;
+}
+
 /* The 8 words of unit j of a tile, for outputs w * V to w * V + V - 1. */
 INLINE void NAME(codes)(int format, const char *p, int w, int j, vu *codes) {
     const int at = w * V * 4;
@@ -89,22 +97,28 @@ INLINE void NAME(codes)(int format, const char *p, int w, int j, vu *codes) {
         for (int k = 0; k < 8; k++) codes[k] = *(const vu *)(p + k * 64 + at) ^ 0x80808080u;
         return;
     }
+    if (format == Q2_K || format == Q3_K) {
+        NAME(two_bits)(p, j, at, codes);
+        for (int k = 0; k < 8 && format == Q3_K; k++)
+            codes[k] |= (*(const vu *)(p + 1024 + j * 64 + at) >> k & 0x01010101u) << 2;
+        return;
+    }
     for (int i = 0; i < 4; i++) {
         const vu word = *(const vu *)(p + (j * 4 + i) * 64 + at);
         codes[2 * i] = word & 0x0f0f0f0fu;
         codes[2 * i + 1] = word >> 4 & 0x0f0f0f0fu;
     }
-    if (format == MXFP4)
-        for (int k = 0; k < 8; k++) codes[k] = SHUFFLE(E2M1_CODES, codes[k]);
+    if (format == MXFP4 || format == IQ4_NL || format == IQ4_XS)
+        for (int k = 0; k < 8; k++) codes[k] = SHUFFLE(format == MXFP4 ? E2M1_CODES : GRIDS.iq4_nl, codes[k]);
     if (format == Q5_K || format == Q5_0 || format == Q5_1) { /* the fifth bits of word k are bit k of these bytes */
         const vu bits = *(const vu *)(p + (format == Q5_K ? 2048 : 256) + j * 64 + at);
         for (int k = 0; k < 8; k++) codes[k] |= (bits >> k & 0x01010101u) << 4;
     }
-    if (format == Q6_K) /* the upper two bits of word k begin at bit 2 (k % 4) of these bytes */
-        for (int k = 0; k < 8; k++) {
-            const vu bits = *(const vu *)(p + 2048 + (2 * j + k / 4) * 64 + at);
-            codes[k] |= (bits >> k % 4 * 2 & 0x03030303u) << 4;
-        }
+    if (format == Q6_K) {
+        vu upper[8];
+        NAME(two_bits)(p + 2048, j, at, upper);
+        for (int k = 0; k < 8; k++) codes[k] |= upper[k] << 4;
+    }
 }
 
 /* The scale of unit j, of its half `half` where each has one, and the minimum. */
@@ -114,7 +128,7 @@ INLINE vf NAME(code_scale)(int format, const char *p, int w, int j, int half, vf
         const vu bits = BYTES(p + 256 + w * V);
         return (vf)((bits << 23) | ((vu)(bits == 0) & 0x00400000u)) * .5f;
     }
-    if (format == Q4_0) return NAME(halves)(p + 256 + w * V * 2);
+    if (format == Q4_0 || format == IQ4_NL) return NAME(halves)(p + 256 + w * V * 2);
     if (format == Q8_0) return NAME(halves)(p + 512 + w * V * 2);
     if (format == Q4_1 || format == Q5_0 || format == Q5_1) {
         p += (format == Q4_1 ? 256 : 320) + w * V * 2;
@@ -124,6 +138,22 @@ INLINE vf NAME(code_scale)(int format, const char *p, int w, int j, int half, vf
     if (format == Q6_K) {
         const vi number = ((vi)BYTES(p + 3072 + (2 * j + half) * 16 + w * V) ^ 128) - 128;
         return __builtin_convertvector(number, vf) * NAME(halves)(p + 3328 + w * V * 2);
+    }
+    if (format == Q2_K) { /* 4 bits each of a scale and a minimum */
+        const vu both = BYTES(p + 1024 + (2 * j + half) * 16 + w * V);
+        *minimum = NAME(float_of)(both >> 4) * NAME(halves)(p + 1312 + w * V * 2);
+        return NAME(float_of)(both & 15u) * NAME(halves)(p + 1280 + w * V * 2);
+    }
+    if (format == Q3_K) { /* 16 scales of 4 bits in two words, and 2 bits more of each in the next */
+        const int number = 2 * j + half, byte = number % 4 * 8;
+        const vu low = *(const vu *)(p + 1536 + number % 8 / 4 * 64 + w * V * 4) >> (byte + number / 8 * 4) & 15u;
+        const vu high = *(const vu *)(p + 1664 + w * V * 4) >> (byte + number / 4 * 2) & 3u;
+        return NAME(float_of)((low | high << 4) - 32u) * NAME(halves)(p + 1728 + w * V * 2);
+    }
+    if (format == IQ4_XS) { /* 8 scales of 4 bits in a word, and 2 bits more of each in the next half of a word */
+        const vu low = *(const vu *)(p + 2048 + w * V * 4) >> 4 * j & 15u;
+        const vu high = __builtin_convertvector(*(const vh *)(p + 2112 + w * V * 2), vu) >> 2 * j & 3u;
+        return NAME(float_of)((low | high << 4) - 32u) * NAME(halves)(p + 2144 + w * V * 2);
     }
     p += format == Q5_K ? 2560 : 2048; /* 8 scales and 8 minima of 6 bits in 3 words, then a factor of each */
     const vu low = *(const vu *)(p + w * V * 4), high = *(const vu *)(p + 64 + w * V * 4);
@@ -145,7 +175,7 @@ INLINE vf NAME(code_values)(int offset, vu codes, int b) {
 
 /* Whether codes of a format are multiplied as integers. */
 #ifdef DOT_BYTES
-INLINE int NAME(is_whole)(int format) { return format != FP8 && (format == Q8_0 ? 255 : 63) <= MOST_CODE; }
+INLINE int NAME(is_whole)(int format) { return format != FP8 && (code_offset(format) == 128 ? 255 : 127) <= MOST_CODE; }
 #else
 INLINE int NAME(is_whole)(int format) { return (void)format, 0; }
 #endif
@@ -201,14 +231,13 @@ INLINE void NAME(prepare_units)(int format, int dtype, const char *x, int64_t wi
             for (int i = 0; i < UNIT; i++)
                 values[k][place_in_unit(format, i)] =
                     NAME(value)(dtype, x + (j + k * UNIT + i) * NAME(itemsize)(dtype));
-            float sum = 0;
+            out[k].sums[0] = out[k].sums[1] = 0;
             for (int i = 0; i < UNIT; i++) {
                 uint32_t bits;
                 memcpy(&bits, values[k] + i, 4);
                 largest = (bits & 0x7fffffffu) > largest ? bits & 0x7fffffffu : largest;
-                sum += values[k][i];
+                out[k].sums[i * scales_of_unit(format) / UNIT] += values[k][i];
             }
-            out[k].sum = sum;
         }
         for (int k = 0; k < num; k++) {
 #ifdef DOT_BYTES
@@ -290,7 +319,7 @@ INLINE void NAME(codes_add)(int format, int N, const char *p, const unit *x, int
                     for (int t = 0; t < N; t++) {
                         vf *sum = (vf *)(sums + t * stride) + w + v;
                         *sum += dots[v][t] * scale;
-                        if (has_minimum(format)) *sum -= minimum * x[t * x_stride + j].sum;
+                        if (has_minimum(format)) *sum -= minimum * x[t * x_stride + j].sums[first / num];
                     }
                 }
             }

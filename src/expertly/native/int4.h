@@ -153,7 +153,7 @@ INLINE void NAME(int4_add)(int format, const char *p, const unit *x, float *sums
     float sum = 0;
     for (int j = 0; j < kind.group / UNIT; j++) {
         for (int d = 0; d < 3; d++) start[d] += x[j].fixed.start[0][d];
-        sum += x[j].sum;
+        sum += x[j].sums[0];
     }
     const int64_t part = tile_nbytes(format) / (8 / AT_ONCE);
     for (int g = 0; g < 16 / AT_ONCE; g += 2) { /* two at a time, which share the digits */

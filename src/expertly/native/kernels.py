@@ -22,6 +22,7 @@ from torch import nn
 from expertly.core.errors import ConfigError
 from expertly.core.messages import Span
 from expertly.core.resources import granted_cpus
+from expertly.formats.gguf import grids
 from expertly.native.activations import Activation
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ those of a prompt for which a tile of quantised weights is decoded once.
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 26
+VERSION = 27
 """Of the interface that is called here; products.c says the same number."""
 
 PLAIN = (nn.Parameter, torch.Tensor)
@@ -126,6 +127,9 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
         if version != VERSION:
             return (), f"{found[0].name} is of version {version}, needed is {VERSION}: install expertly again"
         library.expertly_products_take_openmp(not spins_shortly())
+        tables = grids()
+        if library.expertly_products_grids(tables, _LONG(len(tables))):
+            return (), f"{found[0].name} and the package gguf differ in their grids"
         name_of, has_half = library.expertly_products_name, library.expertly_products_has_half
         functions = {name: getattr(library, f"expertly_{name}") for name in _ARGUMENTS}
     except (OSError, AttributeError) as error:

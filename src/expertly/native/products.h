@@ -145,7 +145,11 @@ typedef struct {
     X(Q6_K, q6_k, 256, 16 * 210) \
     X(Q4_1, q4_1, 32, 16 * 20) \
     X(Q5_0, q5_0, 32, 16 * 22) \
-    X(Q5_1, q5_1, 32, 16 * 24)
+    X(Q5_1, q5_1, 32, 16 * 24) \
+    X(Q2_K, q2_k, 256, 16 * 84) \
+    X(Q3_K, q3_k, 256, 16 * 110) \
+    X(IQ4_NL, iq4_nl, 32, 16 * 18) \
+    X(IQ4_XS, iq4_xs, 256, 16 * 136)
 #define WEIGHT_FORMATS(X) \
     X(FP8, fp8, 128, 16 * 128 + 4)
 #define INT4_FORMATS(X) \
@@ -201,7 +205,7 @@ enum { AHEAD = 12 << 10 }; /* bytes between a tile that is multiplied and what i
 /* 32 inputs of a token, in the order in which a format's weights are decoded (place_in_unit in codes.h), in one of three
  * forms: float32, bfloat16, or fixed point in three 8-bit digits, fixed.scale * (digits[0] + 256 digits[1] + 65536
  * digits[2]). Codes are multiplied as stored, so each digit's sum starts at `start`, which takes the codes' offset off:
- * one start for the unit, or one for each half where a half has its own scale. `sum` is the sum of the inputs.
+ * one start for the unit, or one for each half where a half has its own scale. `sums` are those of the inputs, likewise.
  */
 typedef struct {
     union {
@@ -213,7 +217,7 @@ typedef struct {
             float scale;
         } fixed;
     };
-    float sum;
+    float sums[2];
 } unit;
 
 /* Bytes of a row of inputs as units. */
