@@ -20,6 +20,7 @@ from expertly.core.units import format_share
 from expertly.engine import process
 from expertly.engine.cluster import Cluster, memory_of_workers, open_workers, start_workers
 from expertly.engine.device import choose_device, kind_of
+from expertly.engine.fitting import with_quantisation
 from expertly.engine.host import MissSplit
 from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
@@ -202,6 +203,7 @@ def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) ->
     """The model's store, checked as the option `verify` says; made at the first use. Raises StoreError where the dense
     part is damaged, or the config claims more than there is.
     """
+    model = with_quantisation(model, asked.device, asked.total_memory)
     packing = _labelled(progress, "packing")
     store = pack_cached(model, asked.dtype, progress=packing, quantize=asked.quantize)
     if asked.verify != "never":

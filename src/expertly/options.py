@@ -21,7 +21,7 @@ AUTO = "auto"
 ACCEPTED = {"verify": ("sampled", "always", "never"), "cpu_misses": ("auto", "never", "always")}
 ADVANCED, RESEARCH = "Advanced", "Research"
 """Panels of options that --help leaves to --help-all."""
-MODEL_HELP = "a folder, a GGUF file, a packed store or a hub id (default: the demo model)"
+MODEL_HELP = "a folder, a GGUF file, a packed store or a hub id (owner/NAME:Q4_K_M too; default: the demo model)"
 REQUIRED = MISSING
 """The default of an option that the command line must give."""
 

@@ -14,6 +14,7 @@ import pytest
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.data import demo_folder
+from expertly.engine import fitting
 from expertly.engine.memory import WORKING_NBYTES
 from expertly.formats import expert_format
 from expertly.hardware import forecast as module
@@ -159,7 +160,7 @@ def test_what_decides_is_where_missing_experts_come_from(needs: ModelNeeds, host
 
 
 def test_what_does_not_fit_is_said(needs: ModelNeeds, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "rss_nbytes", lambda: 300 << 20)
+    monkeypatch.setattr(fitting, "rss_nbytes", lambda: 300 << 20)
     everything = 300 << 20
     tight = of(needs, everything + (143 << 20))
     assert 0.3 < tight.fitting_share < 0.9

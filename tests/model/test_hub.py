@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import constants, file_download, snapshot_download
+from huggingface_hub import snapshot_download
 
 from expertly.cli.main import main
 from expertly.core.errors import CheckpointError
@@ -18,7 +18,7 @@ from expertly.model.hub import HubModel, download
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from tests.families import make_checkpoint
-from tests.model.hub import NAME, FakeHub, served
+from tests.model.hub import NAME, FakeHub, asked
 from tests.store.builders import safetensors_bytes
 
 Command = Callable[..., tuple[int, dict[str, Any]]]
@@ -31,17 +31,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """What the hub's client talks to: its own settings are read when it is imported."""
-    with served(FakeHub(checkpoint)) as found:
-        monkeypatch.setattr(constants, "ENDPOINT", found.url)
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "".join(template[1:]))
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))  # before it tries again
-        monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
+def hub(checkpoint: Path, tmp_path: Path) -> Iterator[FakeHub]:
+    with asked(FakeHub(checkpoint), tmp_path) as found:
         yield found
 
 
@@ -100,7 +91,7 @@ def test_what_the_cache_has_needs_no_room(hub: FakeHub, monkeypatch: pytest.Monk
 
 
 def test_doctor_downloads_no_weights(hub: FakeHub, tmp_path: Path) -> None:
-    needs = needs_of(NAME)
+    needs = needs_of(f"hf.co/{NAME}")
     assert not weights_in(hub.downloads), "ranges of their beginnings alone"
     whole = pack(hub.folder, tmp_path / "whole")
     assert (needs.experts_nbytes, needs.dense_nbytes) == (whole.experts_nbytes, whole.dense_nbytes)
@@ -126,8 +117,12 @@ def with_json(folder: Path, name: str, change: Callable[[dict[str, Any]], object
     (folder / name).write_text(json.dumps(value))
 
 
-def lead_elsewhere(index: dict[str, Any]) -> None:
-    index["weight_map"] = {name: f"sub/{file}" for name, file in index["weight_map"].items()}
+def in_another_folder(folder: Path) -> None:
+    def change(index: dict[str, Any]) -> None:
+        index["weight_map"] = {name: f"sub/{file}" for name, file in index["weight_map"].items()}
+
+    shutil.copytree(folder, folder / "sub")
+    with_json(folder, "model.safetensors.index.json", change)
 
 
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -137,7 +132,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: with_json(at, "config.json", lambda one: one.update(num_hidden_layers=10**9)),
         "num_hidden_layers=1000000000: there are tensors for",
     ),
-    "names": (lambda at: with_json(at, "model.safetensors.index.json", lead_elsewhere), "names 'sub/.*not there"),
+    "names": (in_another_folder, "names 'sub/.*not there"),
 }
 
 

@@ -39,7 +39,7 @@ PROFILE_NAME = "machine.json"
 class DoctorOptions:
     model: str | None = argument(
         None,
-        "a folder, a packed store, a hub id or a config.json to forecast on this machine",
+        "a folder, a GGUF file, a packed store, a hub id or a config.json to forecast on this machine",
         metavar="MODEL",
     )
     dir: Path | None = path_option(None, "measure the disk of this folder", "DIR")
@@ -121,11 +121,12 @@ def _machine_report(profile: MachineProfile, kernels: str, problems: Sequence[Pr
 
 def _expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: TextIO) -> int:
     """Forecast a model on the machine of the profile `out`. Exit code 2 where it cannot run here."""
+    from expertly.engine.fitting import with_quantisation
     from expertly.hardware.forecast import forecast, measured_speed
     from expertly.hardware.machine import available_host_nbytes
     from expertly.model.needs import needs_of
 
-    needs = needs_of(model)
+    needs = needs_of(with_quantisation(model, total_memory=args.total_memory))
     if out.exists():
         profile = MachineProfile.read(out)
     else:

@@ -66,14 +66,16 @@ def _pack(args: PackOptions) -> int:
         rounding_format(args.quantize)
     start = time.monotonic()
     with reserved_stdout() as stdout:
+        from expertly.engine.fitting import with_quantisation
         from expertly.model.packing import pack, pack_cached, source_folder
 
+        model = with_quantisation(args.model)
         with progress_bar() as bar:
             progress = partial(bar, "packing")
             if args.out is None:
-                store = pack_cached(args.model, args.dtype, progress=progress, quantize=args.quantize)
+                store = pack_cached(model, args.dtype, progress=progress, quantize=args.quantize)
             else:
-                source = source_folder(args.model, args.out if args.dtype is args.quantize is None else None)
+                source = source_folder(model, args.out if args.dtype is args.quantize is None else None)
                 store = pack(source, args.out, args.dtype, progress, args.quantize)
     seconds = time.monotonic() - start
     facts = {**_facts(store), "seconds": seconds}

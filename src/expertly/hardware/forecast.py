@@ -25,9 +25,8 @@ from expertly.core.files import existing_parent
 from expertly.core.geometry import Geometry
 from expertly.core.resources import parse_memory
 from expertly.core.units import format_rate, format_seconds
-from expertly.engine.compute import expert_nbytes_at_once
-from expertly.engine.memory import BESIDE_NBYTES, WORKING_NBYTES, kv_cache_nbytes, pass_nbytes
-from expertly.engine.process import rss_nbytes
+from expertly.engine.fitting import left_for_experts
+from expertly.engine.memory import kv_cache_nbytes
 from expertly.hardware.measure import measure_experts_rate
 from expertly.hardware.profile import MachineProfile
 from expertly.model.needs import ModelNeeds
@@ -128,17 +127,11 @@ def forecast(
     """The forecast for the machine of `profile`, with so much free memory. `total_memory`: see `expertly.load`."""
     device = profile.devices[0] if profile.devices else None
     geometry, itemsize = Geometry(needs.layers), ITEMSIZE[needs.dtype]
-    cache = per_token = kv_cache_nbytes(needs.config, 1, itemsize)
-    if device is None:
-        memory_name, memory = "RAM", available_nbytes
-        beside = needs.dense_nbytes + BESIDE_NBYTES + rss_nbytes() + max(map(expert_nbytes_at_once, needs.layers))
-        per_token += pass_nbytes(needs.config, itemsize)
-    else:
-        memory_name, memory = device.name, device.memory_nbytes
-        beside = needs.decoded_dense_nbytes + WORKING_NBYTES
+    cache = kv_cache_nbytes(needs.config, 1, itemsize)
+    memory_name, memory = ("RAM", available_nbytes) if device is None else (device.name, device.memory_nbytes)
     if total_memory is not None:
         memory = parse_memory(total_memory, memory, "total_memory") or memory
-    left = memory - beside - CONTEXTS[0] * per_token
+    left = left_for_experts(needs, memory, runs_on_host=device is None)
     least = least_nbytes(geometry)
     positions = needs.config.get("max_position_embeddings") or CONTEXTS[-1]
     contexts = [context for context in CONTEXTS if context <= positions] or [positions]

@@ -1,55 +1,86 @@
-"""A model on the hub: its tensors without their values, and its download."""
+"""A model on the hub: its tensors without their values, and its download. Of a repository of GGUF files, one
+quantisation is a model.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import glob
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import BinaryIO
 
 from expertly.core.errors import CheckpointError, DownloadError
 from expertly.core.files import existing_parent
 from expertly.core.headers import tensor_info
-from expertly.core.untrusted import CONFIG, is_plain_name, read_json_object
+from expertly.core.untrusted import CONFIG, GGUF, is_plain_name, read_json_object
+from expertly.model.gguf import open_checkpoint
+from expertly.model.quantisations import Quantisation, find_quantisation
 from expertly.store.cache import check_space
 from expertly.store.checkpoint import INDEX_NAME, Checkpoint, TensorRef, check_claims
+from expertly.store.gguf import SUFFIX, GgufFiles
 
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 _UNKNOWN_OFFSET = -1
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+_NAME = re.compile(
+    r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<id>[^/:\s]+(?:/[^/:\s]+)?)/?(?::(?P<tag>[^:\s]+))?"
+)
+
+_BEGUN = ".incomplete"
+"""Suffix of what there is of a file in the hub's cache."""
+
+_HEAD_NBYTES = 8 << 20
+"""Of a GGUF file's beginning that is asked for first: the headers of most, which hold a vocabulary."""
+
+
+def split_name(model: str) -> tuple[str, str]:
+    """The hub's id in what a user calls a model (`owner/NAME`, `hf.co/owner/NAME:Q4_K_M`), and the quantisation behind
+    it; "" where there is none.
+    """
+    match = _NAME.fullmatch(model)
+    return (match["id"], match["tag"] or "") if match else (model, "")
 
 
 def download(name: str, store: Path | None = None) -> Path:
-    """The folder of the hub's model `name`, downloaded or from the hub's own cache. `store`: where a store as large as
-    its weights is packed next. Raises CheckpointError with the reason, StoreError before anything is downloaded if the
-    disk is too small for both.
+    """The folder or GGUF file of the hub's model `name`, downloaded or from the hub's own cache. `store`: where a store
+    as large as its weights is packed next. Raises CheckpointError with the reason, StoreError before anything is
+    downloaded if the disk is too small for both.
     """
     from huggingface_hub import snapshot_download
 
-    _check_room(name, store)
-    with hub_errors(name):
-        return Path(snapshot_download(name, allow_patterns=list(_WANTED), ignore_patterns=["*/*"]))
-
-
-def _check_room(name: str, store: Path | None) -> None:
-    """Compare the free space with what is to be downloaded and packed; not where the hub does not answer."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
+    repository, tag = split_name(name)
+    hub: HubModel | None
+    unreachable: DownloadError | None = None
     try:
         hub = HubModel.find(name)
-    except CheckpointError:
-        return
-    kept = {file for file in hub.files if isinstance(try_to_load_from_cache(name, file, revision=hub.commit), str)}
-    if len(kept) == len(hub.files):
-        return  # who packs it looks
-    needed = {Path(constants.HF_HUB_CACHE): sum(size for file, size in hub.files.items() if file not in kept)}
-    if store is not None:
-        needed[store] = sum(size for file, size in hub.files.items() if file.endswith(".safetensors"))
-    disks = {folder: existing_parent(folder).stat().st_dev for folder in needed}
-    for folder in needed:
-        on_it = {other: nbytes for other, nbytes in needed.items() if disks[other] == disks[folder]}
-        parts = " and ".join(f"{nbytes} in {other}" for other, nbytes in on_it.items())
-        check_space(folder, sum(on_it.values()), f" to download and pack {name} ({parts}; HF_HOME moves the download)")
+    except DownloadError as error:
+        hub, unreachable = HubModel.cached(repository), error
+    wanted, unwanted, first = list(_WANTED), ["*/*"], ""
+    if hub is not None and (tag or hub.is_quantised):
+        try:
+            files = find_quantisation(name, hub.ggufs, tag).files
+        except CheckpointError as error:
+            raise unreachable or error from None
+        first = next(iter(files))
+        if hub.has(files):
+            return hub.cached_path(first)
+        hub.check_room(files, store)
+        with hub_errors(name):
+            for file in files:
+                hub.fetch(file)
+        wanted, unwanted = [glob.escape(file) for file in files], []
+    elif hub is not None:
+        hub.check_room(hub.files, store)
+    with hub_errors(name):
+        return Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=unwanted), first)
 
 
 @contextlib.contextmanager
@@ -76,39 +107,205 @@ def hub_errors(name: str) -> Iterator[None]:
     except Exception as error:  # whichever HTTP library the hub's client uses has errors of its own
         if not isinstance(error, OSError) and type(error).__module__.partition(".")[0].rstrip("2") != "httpx":
             raise
-        reason = f"it could not be downloaded ({error})"
+        reason = f"it could not be downloaded ({' '.join(str(error).split())})"
     raise DownloadError(f"model={name!r}: no such folder here, and {reason}")
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """One commit of a model on the hub. `files`: bytes of each file that a checkpoint has, by name."""
+    """One commit of a repository on the hub, or of what the hub's cache has of it."""
 
     name: str
     commit: str
-    files: dict[str, int]
+    files: dict[str, int]  # bytes of each file that a checkpoint has, by name
+    ggufs: dict[str, int]  # and of each GGUF file, by path
+    sha256: dict[str, str] = field(default_factory=dict)  # of large files
 
     @classmethod
     def find(cls, name: str) -> HubModel:
-        """The model's newest commit. Raises CheckpointError with the reason where there is none."""
+        """The newest commit. Raises DownloadError with the reason where there is none."""
         from huggingface_hub import HfApi
 
+        repository, _ = split_name(name)
         with hub_errors(name):
-            info = HfApi().model_info(name, files_metadata=True)
+            info = HfApi().model_info(repository, files_metadata=True)
+        found = info.siblings or ()
+        large = {file.rfilename: file.lfs.sha256 for file in found if file.lfs and _SHA256.fullmatch(file.lfs.sha256)}
+        return cls._of(repository, info.sha or "", {file.rfilename: file.size or 0 for file in found}, large)
+
+    @classmethod
+    def look_up(cls, name: str) -> HubModel:
+        """The newest commit, or what the hub's cache has where the hub cannot be reached. Raises DownloadError."""
+        try:
+            return cls.find(name)
+        except DownloadError:
+            if (kept := cls.cached(split_name(name)[0])) is None:
+                raise
+            return kept
+
+    @classmethod
+    def cached(cls, repository: str) -> HubModel | None:
+        """What the hub's cache has of the commit that was the newest when it was last asked."""
+        folder = _cache_folder(repository)
+        try:
+            commit = (folder / "refs" / "main").read_text().strip()
+            snapshot = folder / "snapshots" / commit
+            files = [path for path in snapshot.rglob("*") if path.is_file()]
+            sizes = {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in files}
+        except OSError:
+            return None
+        return cls._of(repository, commit, sizes, {})
+
+    @classmethod
+    def _of(cls, repository: str, commit: str, sizes: Mapping[str, int], sha256: dict[str, str]) -> HubModel:
+        if not is_plain_name(commit):
+            raise CheckpointError(f"model={repository!r}: commit={commit!r:.80}: is none")
+        plain = {path: size for path, size in sizes.items() if all(map(is_plain_name, path.split("/")))}
         files = {
-            file.rfilename: file.size or 0
-            for file in info.siblings or ()
-            if is_plain_name(file.rfilename) and any(fnmatch(file.rfilename, pattern) for pattern in _WANTED)
+            name: size
+            for name, size in plain.items()
+            if "/" not in name and any(fnmatch(name, pattern) for pattern in _WANTED)
         }
-        if info.sha is None or "config.json" not in files:
-            raise CheckpointError(f"model={name!r}: the hub's model has no config.json; it is none of transformers")
-        return cls(name, info.sha, files)
+        return cls(repository, commit, files, {p: size for p, size in plain.items() if p.endswith(SUFFIX)}, sha256)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it has GGUF files alone."""
+        return bool(self.ggufs) and not any(name.endswith(".safetensors") for name in self.files)
+
+    def cached_path(self, file: str) -> Path:
+        """Where a file of it is, in the hub's cache."""
+        return _cache_folder(self.name) / "snapshots" / self.commit / file
+
+    def has(self, files: Mapping[str, int]) -> bool:
+        """Whether the hub's cache has all of these."""
+        return all(self.cached_path(file).exists() for file in files)
+
+    def check_room(self, files: Mapping[str, int], store: Path | None) -> None:
+        """Compare the free space with what of `files` is to be downloaded, and packed in `store`. Raises StoreError."""
+        from huggingface_hub import constants
+
+        if self.has(files):
+            return  # who packs it looks
+        to_come = (file for file in files if not self.cached_path(file).exists())
+        needed = {Path(constants.HF_HUB_CACHE): sum(files[file] - self._begun_nbytes(file) for file in to_come)}
+        if store is not None:
+            needed[store] = sum(size for file, size in files.items() if file.endswith((".safetensors", SUFFIX)))
+        disks = {folder: existing_parent(folder).stat().st_dev for folder in needed}
+        for folder in needed:
+            on_it = {other: nbytes for other, nbytes in needed.items() if disks[other] == disks[folder]}
+            parts = " and ".join(f"{nbytes} in {other}" for other, nbytes in on_it.items())
+            purpose = f" to download and pack {self.name} ({parts}; HF_HOME moves the download)"
+            check_space(folder, sum(on_it.values()), purpose)
+
+    def _blob(self, file: str) -> Path:
+        """Where the hub's cache keeps a large file's bytes."""
+        return _cache_folder(self.name) / "blobs" / self.sha256[file]
+
+    def _begun_nbytes(self, file: str) -> int:
+        """How much of it an interrupted download left."""
+        if file not in self.sha256 or file not in self.ggufs:
+            return 0
+        try:
+            return min(self.ggufs[file], self._blob(file).with_suffix(_BEGUN).stat().st_size)
+        except OSError:
+            return 0
+
+    def fetch(self, file: str) -> None:
+        """Put a large file into the hub's cache, from where an earlier download of it ended: the hub's own client
+        begins anew. Raises what that raises.
+        """
+        from huggingface_hub import constants, hf_hub_url
+        from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import WeakFileLock, build_hf_headers
+
+        size = self.ggufs[file]
+        if file not in self.sha256 or size > constants.MAX_HTTP_DOWNLOAD_SIZE:
+            return  # to the hub's own client
+        blob = self._blob(file)
+        folder = blob.parent.parent
+        lock = folder.parent / ".locks" / folder.name / f"{blob.name}.lock"
+        for parent in (blob.parent, lock.parent):
+            parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):
+            if blob.exists():
+                return
+            part = blob.with_suffix(_BEGUN)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            with os.fdopen(os.open(part, flags, 0o666), "r+b") as out:
+                begin = out.seek(0, os.SEEK_END)
+                if begin > size:
+                    begin = out.truncate(out.seek(0))
+                url, headers = hf_hub_url(self.name, file, revision=self.commit), build_hf_headers()
+                http_get(url, out, resume_size=begin, headers=headers, expected_size=size, displayed_filename=file)
+                if begin and _sha256(out) != blob.name:
+                    out.truncate(0)
+                    raise OSError(f"{file}: what an interrupted download left was damaged; download it again")
+            part.replace(blob)
+
+    @contextlib.contextmanager
+    def heads(self, quantisation: Quantisation) -> Iterator[Checkpoint]:
+        """The checkpoint of a quantisation, by range requests for its headers: there are no values in it. Its files, as
+        large as they are but nearly empty, are gone when the block ends. Raises CheckpointError.
+        """
+        files = quantisation.files
+        if self.has(files):
+            yield open_checkpoint(self.cached_path(next(iter(files))))
+            return
+        with tempfile.TemporaryDirectory(prefix="expertly-") as folder:
+            names = {Path(folder, file): file for file in files}
+            most = {path: min(files[name], GGUF.nbytes) for path, name in names.items()}
+            have, first = dict.fromkeys(names, 0), next(iter(names))
+            short = list(names)
+            try:
+                while short:
+                    for path in short:
+                        end = min(most[path], max(_HEAD_NBYTES, 4 * have[path]))
+                        self._fetch_range(names[path], path, have[path], end)
+                        have[path] = end
+                    try:
+                        headers = GgufFiles.open(first).headers
+                        short = [path for path in names if len(headers[path.name]) > have[path]]
+                    except CheckpointError as error:  # zeros are no header
+                        short = [path for path in names if str(error).startswith(f"{path}:")] or [first]
+                        short = [path for path in short if have[path] < most[path]]
+                        if not short:
+                            raise
+                yield open_checkpoint(first)
+            except CheckpointError as error:
+                raise type(error)(str(error).replace(f"{folder}/", f"{self.name}/")) from None
+
+    def _fetch_range(self, file: str, path: Path, begin: int, end: int) -> None:
+        """Write a part of a file to where it belongs in one at `path` that is as large."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        url = hf_hub_url(self.name, file, revision=self.commit)
+        headers = {**build_hf_headers(), "Range": f"bytes={begin}-{end - 1}"}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            hub_errors(self.name),
+            path.open("r+b" if begin else "wb") as out,
+            get_session().stream("GET", url, headers=headers, follow_redirects=True) as response,
+        ):
+            hf_raise_for_status(response)
+            if response.status_code != 206 and begin:
+                raise OSError(f"{file}: the hub gives no part of it")
+            out.seek(begin)
+            for chunk in response.iter_bytes():
+                out.write(chunk[: end - out.tell()])
+                if out.tell() == end:
+                    break
+            out.truncate(self.ggufs[file])
 
     def checkpoint(self) -> Checkpoint:
         """The checkpoint with the shapes of all tensors, by range requests, but no values. Raises CheckpointError."""
         from huggingface_hub import HfApi, hf_hub_download
         from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
+        if "config.json" not in self.files:
+            problem = "the hub's model has no config.json; it is none of transformers"
+            raise CheckpointError(f"model={self.name!r}: {problem}")
         disable_progress_bars()
         try:
             with hub_errors(self.name):
@@ -131,3 +328,18 @@ class HubModel:
         shapes = {name: ref.shape for name, ref in tensors.items()}
         check_claims(path, config, shapes, CheckpointError)
         return Checkpoint(path.parent, config, tensors, {})
+
+
+def _cache_folder(repository: str) -> Path:
+    """The folder of a repository in the hub's cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}")
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    file.seek(0)
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()

@@ -19,8 +19,9 @@ from expertly.formats import expert_format, format_of
 from expertly.formats.fp8 import FP8
 from expertly.model import hooks
 from expertly.model.gguf import config_of, open_checkpoint
-from expertly.model.hub import HubModel
+from expertly.model.hub import HubModel, split_name
 from expertly.model.packing import Packing, local_folder, weights_of
+from expertly.model.quantisations import find_quantisation
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
 from expertly.model.tiled import put_tiles
 from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, check_claims
@@ -73,7 +74,7 @@ def needs_of(model: str | None) -> ModelNeeds:
         return _of_config(name, path.parent)
     folder = local_folder(model)
     if folder is None:
-        return _of_checkpoint(name, HubModel.find(name).checkpoint(), is_here=False)
+        return _of_hub(name)
     if is_packed_store(folder):
         return _of_store(name, PackedStore.open(folder))
     if folder.is_file() or any((folder / weights).exists() for weights in (SINGLE_NAME, INDEX_NAME)):
@@ -86,6 +87,15 @@ def _of_store(name: str, store: PackedStore) -> ModelNeeds:
     manifest, stored = store.manifest, StoredWeights(store.nbytes, is_here=True)
     needs = _needs(name, store.folder, manifest.dtype, manifest.layers, manifest.dense_formats, store, stored)
     return replace(needs, is_packed=True, rounding=manifest.rounding)
+
+
+def _of_hub(name: str) -> ModelNeeds:
+    hub, tag = HubModel.look_up(name), split_name(name)[1]
+    if not tag and not hub.is_quantised:
+        return _of_checkpoint(name, hub.checkpoint(), is_here=False)
+    quantisation = find_quantisation(name, hub.ggufs, tag)
+    with hub.heads(quantisation) as checkpoint:
+        return _of_checkpoint(name, checkpoint, is_here=hub.has(quantisation.files))
 
 
 def _of_checkpoint(name: str, checkpoint: Checkpoint, *, is_here: bool) -> ModelNeeds:

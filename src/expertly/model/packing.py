@@ -33,7 +33,8 @@ from expertly.model.conversion import (
 )
 from expertly.model.dequantizer import BlockDequantizer, GroupDequantizer
 from expertly.model.gguf import GgufConversion, config_of, extras_of, kept_formats, open_checkpoint
-from expertly.model.hub import download
+from expertly.model.hub import download, split_name
+from expertly.model.quantisations import is_named
 from expertly.model.structure import build_meta_model, find_experts
 from expertly.model.tiled import can_be_tiled
 from expertly.store.cache import entry_folder, list_entries, make_room, make_room_for_this_version, stores_folder
@@ -58,7 +59,7 @@ _ADAPTER_NAME = "adapter_config.json"
 _PACKED_ROWS = 1024
 """Of a dense matrix at a time."""
 
-_ACCEPTED = "a checkpoint folder, a GGUF file, a packed store or a hub id"
+_ACCEPTED = "a checkpoint folder, a GGUF file, a packed store or a hub id (owner/NAME, owner/NAME:Q4_K_M)"
 
 
 def pack_cached(
@@ -76,7 +77,7 @@ def pack_cached(
     """
     folder = local_folder(model)
     if folder is None and quantize is None:
-        folder = _store_alone(str(model), dtype, cache_dir)
+        folder = store_alone(str(model), dtype, cache_dir)
     keeps_size = dtype is None and quantize is None
     folder = folder or download(str(model), stores_folder(cache_dir) if keeps_size else None)
     if is_packed_store(folder):
@@ -166,16 +167,16 @@ def _named(checkpoint: Checkpoint) -> Iterator[None]:
         raise type(error)(str(error) if is_named else f"{file}: {error}") from None
 
 
-def _store_alone(name: str, dtype: str | None, cache_dir: Path | None) -> Path | None:
+def store_alone(name: str, dtype: str | None = None, cache_dir: Path | None = None) -> Path | None:
     """The newest store of a hub id whose checkpoint is no longer in the hub's cache; None where there is none."""
-    stores = [
-        entry.folder
-        for entry in list_entries(cache_dir)
-        if entry.problem is None
-        and (dtype is None or entry.dtype == dtype)
-        and f"models--{name.replace('/', '--')}" in Path(entry.source).parts
-        and not os.path.exists(entry.source)
-    ]
+    repository, tag = split_name(name)
+    folder = f"models--{repository.replace('/', '--')}"
+    stores = []
+    for entry in list_entries(cache_dir):
+        _, is_its, path = entry.source.partition(f"/{folder}/snapshots/")
+        is_asked = (dtype is None or entry.dtype == dtype) and (not tag or is_named(path, tag))
+        if entry.problem is None and is_its and is_asked and not os.path.exists(entry.source):
+            stores.append(entry.folder)
     return max(stores, key=lambda folder: (folder / MANIFEST_NAME).stat().st_mtime, default=None)
 
 
@@ -196,7 +197,8 @@ def local_folder(model: str | Path | None) -> Path | None:
         return path
     if name.strip() and path.exists():
         raise CheckpointError(f"model={name!r}: a file; must be {_ACCEPTED}")
-    if isinstance(model, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
+    is_path = isinstance(model, Path) or name.startswith((".", "/", "~"))
+    if is_path or split_name(name)[0].count("/") > 1 or not name.strip():
         raise CheckpointError(f"model={name!r}: no such folder; must be {_ACCEPTED}")
     return None
 

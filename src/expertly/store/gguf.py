@@ -28,7 +28,9 @@ _MAX_DIMENSIONS = 4
 _MAX_NAMES = 1 << 16
 """Tensors of a file, and its metadata keys."""
 
-_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+"""Ending of the names of a split model's files: a number from 1, and how many there are."""
+
 _LENGTH = struct.Struct("<Q")
 _READ_NBYTES = 1 << 20
 
@@ -82,7 +84,7 @@ class GgufFiles:
     @classmethod
     def open(cls, path: Path) -> GgufFiles:
         """Open a file, or any part of a split model. Raises CheckpointError naming the file and the field."""
-        match = _SPLIT.search(path.name)
+        match = SPLIT.search(path.name)
         number, num = (int(match[1]), int(match[2])) if match else (1, 1)
         if not 1 <= number <= num:
             raise CheckpointError(f"{path}: part {number} of {num}, by its name: there is none")
