@@ -34,6 +34,8 @@ def gguf_blocks(type_name: str, shape: tuple[int, ...], dice: np.random.Generato
     blocks = dice.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
     if type_name == "MXFP4":
         blocks[..., 0] = dice.integers(122, 125, blocks.shape[:-1])
+    if type_name == "NVFP4":
+        blocks[..., :4] = dice.integers(16, 32, (*blocks.shape[:-1], 4))
     scales = {
         "Q8_0": {0: 70},
         "Q4_0": {0: 4.6},
@@ -44,11 +46,26 @@ def gguf_blocks(type_name: str, shape: tuple[int, ...], dice: np.random.Generato
         "Q2_K": {80: 15, 82: 10},
         "Q3_K": {108: 42},
         "IQ4_XS": {0: 1200},
+        **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S"), {0: 66}),
+        "IQ3_XXS": {0: 150},
+        "IQ3_S": {0: 160},
+        **dict.fromkeys(("IQ1_S", "IQ1_M"), {0: 7.5}),
+        "TQ1_0": {52: 0.8},
+        "TQ2_0": {64: 1.2},
     }
     for place, over in scales.get(type_name, {}).items():
         numbers = dice.uniform(0.5, 1.5, (*blocks.shape[:-1], 1)) * std / over
-        blocks[..., place : place + 2] = numbers.astype(np.float16).view(np.uint8)
+        set_scales(blocks, type_name, place, numbers)
     return blocks.reshape(*shape[:-1], -1)
+
+
+def set_scales(blocks: Any, type_name: str, place: int, numbers: Any) -> None:
+    """Put float16 `numbers` [..., 1] into blocks: at a place, or with IQ1_M into the highest bits of four words."""
+    if type_name != "IQ1_M":
+        blocks[..., place : place + 2] = numbers.astype(np.float16).view(np.uint8)
+        return
+    nibbles = numbers.astype(np.float16).view(np.uint16) >> np.array([0, 4, 8, 12], np.uint16) & 15
+    blocks[..., 49:56:2] = blocks[..., 49:56:2] & 15 | nibbles.astype(np.uint8) << 4
 
 
 def make_gguf(

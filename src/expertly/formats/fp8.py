@@ -21,7 +21,7 @@ _CODES_NBYTES = TILE_OUTPUTS * BLOCK
 
 class _Fp8(TiledFormat):
     name = "fp8"
-    kernel = 13
+    kernel = 24
     group = BLOCK
     tile_nbytes = _CODES_NBYTES + 4
     suffixes = ("weight", "weight_scale_inv")

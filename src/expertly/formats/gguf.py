@@ -14,7 +14,7 @@ The reference is the package gguf (quants.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from expertly.formats.mxfp4 import _Mxfp4
 from expertly.formats.tiles import TILE_OUTPUTS, Bytes, RoundingFormat, TiledFormat, nearest_codes, torch
 
 _MAX_HALF = 65504.0
+
+_Halves = np.ndarray[Any, np.dtype[np.float16]]
 
 
 class _GgufBlocks(TiledFormat):
@@ -46,14 +48,16 @@ class _GgufBlocks(TiledFormat):
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
         (tensor,) = tensors
         blocks = tensor.numpy().reshape(rows, columns // self.group, self.block_nbytes)
-        for place in self.halves:
-            if not np.isfinite(_halves(blocks, place)).all():
-                raise CheckpointError(f"a scale that is no finite number, in a block of {self.type}")
+        if any(not np.isfinite(scales).all() for scales in self._scales(blocks)):
+            raise CheckpointError(f"a scale that is no finite number, in a block of {self.type}")
         return (blocks,)
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
         (blocks,) = parts
         return np.concatenate([one.reshape(*blocks.shape[:-2], -1) for one in self._split(blocks)], axis=-1)
+
+    def _scales(self, blocks: Bytes) -> Iterable[_Halves]:
+        return [np.ascontiguousarray(blocks[..., place : place + 2]).view(np.float16) for place in self.halves]
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
         """The parts of a tile, in order, from its 16 blocks [..., 16, block_nbytes]."""
@@ -248,6 +252,34 @@ class _IQ4_XS(_GgufBlocks):
         return _iq4_values(_unpacked(tiles[..., :2048], 4)) * scales.repeat_interleave(32, dim=-1)
 
 
+class _AsStored(_GgufBlocks):
+    """A tile is the blocks as they are, one after the other. The package decodes them, on the host."""
+
+    def __init__(self, type: str, kernel: int, group: int, block_nbytes: int, *halves: int) -> None:
+        self.name, self.type, self.kernel = type.lower(), type, kernel
+        self.group, self.tile_nbytes, self.halves = group, TILE_OUTPUTS * block_nbytes, halves
+
+    def tiles(self, parts: Sequence[Bytes]) -> Bytes:
+        (blocks,) = parts
+        return blocks.reshape(*blocks.shape[:-2], -1)
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        from gguf import GGMLQuantizationType, quants
+
+        if tiles.is_meta:
+            return torch.empty(*tiles.shape[:-1], TILE_OUTPUTS, self.group, device=tiles.device)
+        blocks = tiles.cpu().unflatten(-1, (TILE_OUTPUTS, -1)).numpy()
+        return torch.from_numpy(quants.dequantize(blocks, GGMLQuantizationType[self.type])).to(tiles.device)
+
+
+class _IQ1_M(_AsStored):
+    """Whose float16 number lies in four places."""
+
+    def _scales(self, blocks: Bytes) -> Iterable[_Halves]:
+        words = np.ascontiguousarray(blocks[..., 48:56]).view(np.uint16) & np.uint16(0xF000)
+        return [np.bitwise_or.reduce(words >> np.array([12, 8, 4, 0], np.uint16), axis=-1).view(np.float16)]
+
+
 class _GgufMxfp4(_Mxfp4):
     """GGUF's MXFP4: a block is its scale, then 16 bytes, whose low halves are the first 16 inputs."""
 
@@ -274,6 +306,16 @@ _Q5_1 = _Q32("Q5_1", 8, has_fifth_bits=True, has_minimum=True)
 GGUF_FORMATS = (
     *(Q8_0, Q4_0, _Q4_K, _Q5_K, _Q6_K(), _Q4_1, _Q5_0, _Q5_1),
     *(_Q2_K(), _Q3_K(), _IQ4_NL(), _IQ4_XS()),
+    _AsStored("IQ2_XXS", 14, 256, 66, 0),
+    _AsStored("IQ2_XS", 15, 256, 74, 0),
+    _AsStored("IQ2_S", 16, 256, 82, 0),
+    _AsStored("IQ3_XXS", 17, 256, 98, 0),
+    _AsStored("IQ3_S", 18, 256, 110, 0),
+    _AsStored("IQ1_S", 19, 256, 50, 0),
+    _IQ1_M("IQ1_M", 20, 256, 56),
+    _AsStored("TQ1_0", 21, 256, 54, 52),
+    _AsStored("TQ2_0", 22, 256, 66, 64),
+    _AsStored("NVFP4", 23, 64, 36),
 )
 
 OF_GGUF_TYPE: dict[str, TiledFormat] = {**{one.type: one for one in GGUF_FORMATS}, "MXFP4": _GgufMxfp4()}
@@ -292,10 +334,6 @@ def grids() -> bytes:
 
 
 # -- bytes of blocks, [..., 16 outputs, n] -----------------------------------------------------------------------------
-
-
-def _halves(blocks: Bytes, place: int) -> np.ndarray[Any, np.dtype[np.float16]]:
-    return np.ascontiguousarray(blocks[..., place : place + 2]).view(np.float16)
 
 
 def _fields(data: Bytes, width: int, num_bits: int) -> Bytes:

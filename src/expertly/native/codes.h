@@ -24,7 +24,9 @@ static const uint16_t E2M1_HALVES[16] = { /* 2 * value, as bfloat16 */
 
 /* The place of a unit's input i in the order in which codes are multiplied: byte place % 4 of word place / 4. */
 INLINE int place_in_unit(int format, int i) {
-    return format >= INT4_G32 ? i % 2 * 16 + i / 2 : format == FP8 ? i : i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
+    return format >= INT4_G32 ? i % 2 * 16 + i / 2
+         : format == FP8 || has_blocks(format) ? i
+         : i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
 }
 
 /* The same for pairs of bfloat16: the two inputs of a pair are neighbours. */
@@ -43,29 +45,17 @@ INLINE int code_offset(int format) {
          : format == Q5_0     ? 16
          : format == Q6_K     ? 32
          : format == Q3_K     ? 4
+         : has_blocks(format) ? 64
                               : 0;
 }
 
 /* Scales of a unit, for each output. */
-INLINE int scales_of_unit(int format) { return format == Q6_K || format == Q2_K || format == Q3_K ? 2 : 1; }
+INLINE int scales_of_unit(int format) {
+    return format == Q6_K || format == Q2_K || format == Q3_K || has_blocks(format) ? 2 : 1;
+}
 
 INLINE int has_minimum(int format) {
     return format == Q4_K || format == Q5_K || format == Q4_1 || format == Q5_1 || format == Q2_K;
-}
-
-/* A float16's value, where the processor cannot convert it. */
-INLINE float half_number(const char *p) {
-    uint16_t half;
-    memcpy(&half, p, 2);
-    uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
-    float value;
-    memcpy(&value, &bits, 4);
-    value *= 0x1p112f;
-    memcpy(&bits, &value, 4);
-    if ((half & 0x7c00) == 0x7c00) bits |= 0x7f800000u;
-    bits |= (uint32_t)(half & 0x8000) << 16;
-    memcpy(&value, &bits, 4);
-    return value;
 }
 #endif
 
@@ -93,8 +83,8 @@ INLINE void NAME(two_bits)(const char *p, int j, int at, vu *codes) {
 /* The 8 words of unit j of a tile, for outputs w * V to w * V + V - 1. */
 INLINE void NAME(codes)(int format, const char *p, int w, int j, vu *codes) {
     const int at = w * V * 4;
-    if (format == Q8_0) { /* stored with a sign: add 128 */
-        for (int k = 0; k < 8; k++) codes[k] = *(const vu *)(p + k * 64 + at) ^ 0x80808080u;
+    if (format == Q8_0 || format == UNPACKED) { /* Q8_0 is stored with a sign: add 128 */
+        for (int k = 0; k < 8; k++) codes[k] = *(const vu *)(p + k * 64 + at) ^ (format == Q8_0 ? 0x80808080u : 0);
         return;
     }
     if (format == Q2_K || format == Q3_K) {
@@ -130,6 +120,7 @@ INLINE vf NAME(code_scale)(int format, const char *p, int w, int j, int half, vf
     }
     if (format == Q4_0 || format == IQ4_NL) return NAME(halves)(p + 256 + w * V * 2);
     if (format == Q8_0) return NAME(halves)(p + 512 + w * V * 2);
+    if (format == UNPACKED) return *(const vf *)(p + 512 + (half * 16 + w * V) * 4);
     if (format == Q4_1 || format == Q5_0 || format == Q5_1) {
         p += (format == Q4_1 ? 256 : 320) + w * V * 2;
         if (has_minimum(format)) *minimum = -NAME(halves)(p + 32);
@@ -306,7 +297,7 @@ INLINE void NAME(codes_add)(int format, int N, const char *p, const unit *x, int
     const int num = 8 / scales_of_unit(format);
     const int64_t unit_nbytes = tile_nbytes(format) / (tile_group(format) / UNIT);
     for (int j = 0; j < tile_group(format) / UNIT; j++) {
-        NAME(fetch)(p + AHEAD + j * unit_nbytes, unit_nbytes);
+        if (format != UNPACKED) NAME(fetch)(p + AHEAD + j * unit_nbytes, unit_nbytes);
         for (int w = 0; w < W; w += TOGETHER) {
             vu codes[2][8];
             for (int v = 0; v < TOGETHER; v++) NAME(codes)(format, p, w + v, j, codes[v]);
@@ -366,7 +357,8 @@ INLINE void NAME(codes_decode)(int format, const char *p, float (*out)[16]) {
                 const vf scale = NAME(code_scale)(format, p, w, j, k / num, &minimum);
                 for (int b = 0; b < 4; b++) {
                     const vf value = NAME(code_values)(code_offset(format), codes[k], b);
-                    vf *weights = (vf *)(out[j * UNIT + k / 2 * 8 + k % 2 + 2 * b] + w * V);
+                    const int i = format == UNPACKED ? 4 * k + b : k / 2 * 8 + k % 2 + 2 * b;
+                    vf *weights = (vf *)(out[j * UNIT + i] + w * V);
                     if (format == MXFP4) *weights = value * 0x1p-24f * scale; /* scale * 2^-24 may underflow */
                     else *weights = value * (scale * 0x1p-24f) - minimum;
                 }

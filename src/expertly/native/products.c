@@ -4,6 +4,7 @@
  */
 
 #include "products.h"
+
 #include "blocks.h"
 #include "team.h"
 

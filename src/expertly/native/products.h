@@ -134,7 +134,8 @@ typedef struct {
 /* -- quantised matrices, which lie in tiles (tiles_body.h) -------------------------------------------------------------- */
 
 /* X(number, prefix of its functions, inputs of a tile, bytes of a tile). A format in Python names the number as `kernel`.
- * Functions of CODE_FORMATS are in codes.h, those of INT4_FORMATS in int4.h; each of WEIGHT_FORMATS has its own header.
+ * Functions of CODE_FORMATS are in codes.h, those of BLOCK_FORMATS in blocks.h, those of INT4_FORMATS in int4.h; each of
+ * WEIGHT_FORMATS has its own header.
  */
 #define CODE_FORMATS(X) \
     X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2) \
@@ -149,7 +150,19 @@ typedef struct {
     X(Q2_K, q2_k, 256, 16 * 84) \
     X(Q3_K, q3_k, 256, 16 * 110) \
     X(IQ4_NL, iq4_nl, 32, 16 * 18) \
-    X(IQ4_XS, iq4_xs, 256, 16 * 136)
+    X(IQ4_XS, iq4_xs, 256, 16 * 136) \
+    X(UNPACKED, unpacked, 32, 16 * (32 + 2 * 4)) /* of one of BLOCK_FORMATS */
+#define BLOCK_FORMATS(X) \
+    X(IQ2_XXS, iq2_xxs, 256, 16 * 66) \
+    X(IQ2_XS, iq2_xs, 256, 16 * 74) \
+    X(IQ2_S, iq2_s, 256, 16 * 82) \
+    X(IQ3_XXS, iq3_xxs, 256, 16 * 98) \
+    X(IQ3_S, iq3_s, 256, 16 * 110) \
+    X(IQ1_S, iq1_s, 256, 16 * 50) \
+    X(IQ1_M, iq1_m, 256, 16 * 56) \
+    X(TQ1_0, tq1_0, 256, 16 * 54) \
+    X(TQ2_0, tq2_0, 256, 16 * 66) \
+    X(NVFP4, nvfp4, 64, 16 * 36)
 #define WEIGHT_FORMATS(X) \
     X(FP8, fp8, 128, 16 * 128 + 4)
 #define INT4_FORMATS(X) \
@@ -161,7 +174,7 @@ typedef struct {
     X(INT4_G128_ZEROS, int4_g128_zeros, 128, 16 * (128 / 2 + 2) + 8) \
     X(INT4_G32_ZEROS_F16, int4_g32_zeros_f16, 32, 16 * (32 / 2 + 2) + 8) \
     X(INT4_G128_ZEROS_F16, int4_g128_zeros_f16, 128, 16 * (128 / 2 + 2) + 8)
-#define TILE_FORMATS(X) CODE_FORMATS(X) WEIGHT_FORMATS(X) INT4_FORMATS(X)
+#define TILE_FORMATS(X) CODE_FORMATS(X) BLOCK_FORMATS(X) WEIGHT_FORMATS(X) INT4_FORMATS(X)
 
 /* X(number, prefix of its functions, prefix of the function that decodes it): formats whose decoded weights fit bfloat16,
  * so that AVX512-BF16 can multiply them. GGUF's are not among them: their models are computed in float32.
@@ -175,6 +188,9 @@ enum { TILE_FORMATS(X) NUM_FORMATS };
 #undef X
 
 enum { MAX_GROUP = 256 }; /* the largest tile_group */
+
+/* Whether units of its tiles are unpacked before they are multiplied; or such a unit. */
+INLINE int has_blocks(int format) { return format >= UNPACKED && format < FP8; }
 
 #define X(F, f, group, nbytes) \
     case F: return group;

@@ -24,7 +24,8 @@
  * Weights are decoded in registers. Sums are float32, but for sums of a unit or a group in integers (codes.h, int4.h), and
  * their order depends on the sizes alone.
  *
- * Formats of CODE_FORMATS and INT4_FORMATS (products.h) are in codes.h and int4.h. Each of WEIGHT_FORMATS is a header with
+ * Formats of CODE_FORMATS and INT4_FORMATS (products.h) are in codes.h and int4.h, what unpacks those of BLOCK_FORMATS in
+ * blocks.h. Each of WEIGHT_FORMATS is a header with
  *   NAME(f_add)(dtype, N, p, x, x_stride, sums, stride)  multiplies the tile at `p`, its weights rounded to `dtype`, with
  *                              a group of inputs of N tokens, which lie x_stride units apart, and adds the products to
  *                              16 sums for each token, which lie `stride` floats apart
@@ -71,6 +72,40 @@ INLINE vf NAME(rounded)(int dtype, vf values) {
 #include "fp8.h"
 #include "int4.h"
 
+/* -- blocks ------------------------------------------------------------------------------------------------------------ */
+
+/* Unit j of the tile at p, as a tile of UNPACKED. */
+typedef void NAME(unpacker)(const char *p, int j, char *to);
+
+#define EACH(F, f, group, nbytes)                                                         \
+    static __attribute__((noinline)) void NAME(f##_unpack)(const char *p, int j, char *to) { \
+        for (int i = 0; i < 16; i++) {                                                    \
+            int8_t numbers[UNIT];                                                         \
+            float scales[2];                                                              \
+            f##_unit((const uint8_t *)p + i * (nbytes / 16), j, numbers, scales);         \
+            NAME(put_unit)(numbers, scales, to + i * 4);                                  \
+        }                                                                                 \
+    }
+INLINE void NAME(put_unit)(const int8_t *numbers, const float *scales, char *to) {
+    for (int k = 0; k < 8; k++) {
+        uint32_t word;
+        memcpy(&word, numbers + 4 * k, 4);
+        word = (word ^ 0x80808080u) - 0x40404040u; /* each number more by 64, as codes are */
+        memcpy(to + k * 64, &word, 4);
+    }
+    for (int half = 0; half < 2; half++) memcpy(to + 512 + half * 64, scales + half, 4);
+}
+BLOCK_FORMATS(EACH)
+#undef EACH
+
+static void NAME(blocks_decode)(NAME(unpacker) *unpack, int num_units, const char *p, float (*out)[16]) {
+    char unpacked[16 * (UNIT + 2 * 4)] __attribute__((aligned(64)));
+    for (int j = 0; j < num_units; j++, out += UNIT) {
+        unpack(p, j, unpacked);
+        NAME(codes_decode)(UNPACKED, unpacked, out);
+    }
+}
+
 /* -- any format ------------------------------------------------------------------------------------------------------ */
 
 /* A row of inputs as units, for tiles of a format. */
@@ -113,6 +148,24 @@ INT4_FORMATS(EACH)
 #define EACH(F, f, group, nbytes) FOR_TOKENS(CODES, F, f)
 CODE_FORMATS(EACH)
 #undef EACH
+
+static void NAME(blocks_add)(NAME(unpacker) *unpack, NAME(tiles_add) *add, int num_units, int64_t nbytes, const char *p,
+                             const unit *x, int64_t x_stride, float *sums, int64_t stride) {
+    char unpacked[16 * (UNIT + 2 * 4)] __attribute__((aligned(64)));
+    for (int j = 0; j < num_units; j++) {
+        NAME(fetch)(p + AHEAD + j * nbytes / num_units, nbytes / num_units);
+        unpack(p, j, unpacked);
+        add(FLOAT32, 1, unpacked, x + j, x_stride, 0, sums, stride, 0);
+    }
+}
+#define BLOCKS(F, f, N)                                                                                           \
+    ADD(F, f, N,                                                                                                  \
+        NAME(blocks_add)(NAME(f##_unpack), NAME(unpacked_##N), tile_group(F) / UNIT, tile_nbytes(F), p, x, x_stride, sums, \
+                         stride))
+#define EACH(F, f, group, nbytes) FOR_TOKENS(BLOCKS, F, f)
+BLOCK_FORMATS(EACH)
+#undef EACH
+#undef BLOCKS
 #define EACH(F, f, group, nbytes) FOR_TOKENS(WEIGHTS, F, f)
 WEIGHT_FORMATS(EACH)
 #undef EACH
@@ -204,6 +257,10 @@ static __attribute__((noinline)) void NAME(tile_decode)(int format, const char *
 #define CASE(F, f, group, nbytes) \
     case F: NAME(codes_decode)(F, p, out); break;
         CODE_FORMATS(CASE)
+#undef CASE
+#define CASE(F, f, group, nbytes) \
+    case F: NAME(blocks_decode)(NAME(f##_unpack), group / UNIT, p, out); break;
+        BLOCK_FORMATS(CASE)
 #undef CASE
     }
 }
