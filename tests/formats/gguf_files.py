@@ -22,38 +22,43 @@ WORDS = [*_LETTERS, "ab", *(f"<{number}>" for number in range(VOCAB_SIZE - len(_
 
 ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "minimax_m2": "minimax-m2"}
 
+SCALES: dict[str, dict[int, float]] = {
+    "Q8_0": {0: 70},
+    "Q4_0": {0: 4.6},
+    "Q4_1": {0: 4.6, 2: -0.61},
+    "Q5_0": {0: 9.2},
+    "Q5_1": {0: 9.2, 2: -0.59},
+    "IQ4_NL": {0: 66},
+    "Q4_K": {0: 200, 2: 27},
+    "Q5_K": {0: 400, 2: 27},
+    "Q6_K": {208: 1350},
+    "Q2_K": {80: 15, 82: 10},
+    "Q3_K": {108: 42},
+    "IQ4_XS": {0: 1200},
+    "IQ2_XXS": {0: 66},
+    "IQ2_XS": {0: 66},
+    "IQ2_S": {0: 66},
+    "IQ3_XXS": {0: 150},
+    "IQ3_S": {0: 160},
+    "IQ1_S": {0: 7.5},
+    "IQ1_M": {0: 7.5},
+    "TQ1_0": {52: 0.8},
+    "TQ2_0": {64: 1.2},
+}
+"""Of a type the places of float16 numbers in a block, and by how much weights are larger. IQ1_M's lies in pieces."""
+
 
 def gguf_blocks(type_name: str, shape: tuple[int, ...], dice: np.random.Generator, std: float = 0.15) -> Any:
     """Random bytes [..., rows, blocks * nbytes] of a GGUF type whose weights are about `std` large; its python package
     quantises few.
     """
-    if type_name in ("Q4_1", "Q5_0", "Q5_1"):
-        weights = dice.standard_normal(shape).astype(np.float32) * std
-        return gguf.quants.quantize(weights, gguf.GGMLQuantizationType[type_name])
     size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
     blocks = dice.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
     if type_name == "MXFP4":
         blocks[..., 0] = dice.integers(122, 125, blocks.shape[:-1])
     if type_name == "NVFP4":
         blocks[..., :4] = dice.integers(16, 32, (*blocks.shape[:-1], 4))
-    scales = {
-        "Q8_0": {0: 70},
-        "Q4_0": {0: 4.6},
-        "IQ4_NL": {0: 66},
-        "Q4_K": {0: 200, 2: 27},
-        "Q5_K": {0: 400, 2: 27},
-        "Q6_K": {208: 1350},
-        "Q2_K": {80: 15, 82: 10},
-        "Q3_K": {108: 42},
-        "IQ4_XS": {0: 1200},
-        **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S"), {0: 66}),
-        "IQ3_XXS": {0: 150},
-        "IQ3_S": {0: 160},
-        **dict.fromkeys(("IQ1_S", "IQ1_M"), {0: 7.5}),
-        "TQ1_0": {52: 0.8},
-        "TQ2_0": {64: 1.2},
-    }
-    for place, over in scales.get(type_name, {}).items():
+    for place, over in SCALES.get(type_name, {}).items():
         numbers = dice.uniform(0.5, 1.5, (*blocks.shape[:-1], 1)) * std / over
         set_scales(blocks, type_name, place, numbers)
     return blocks.reshape(*shape[:-1], -1)

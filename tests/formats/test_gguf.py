@@ -8,22 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, modeling_gguf_pytorch_utils
 
 import expertly
 from expertly.core.errors import CheckpointError, StoreError
+from expertly.formats.gguf import OF_GGUF_TYPE
 from expertly.model import gguf as model_gguf
 from expertly.model import packing
 from expertly.model.batching import end_tokens
 from expertly.model.gguf import open_checkpoint
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack, pack_cached
-from expertly.native.kernels import VARIABLE
+from expertly.native.kernels import VARIABLE, Kernels, libraries
 from tests.engine.observe import loaded
 from tests.families import VOCAB_SIZE, generate, logits_of, make_prompts
-from tests.formats.gguf_files import WORDS, load_gguf, make_gguf, make_gpt_oss_gguf
+from tests.formats.gguf_files import SCALES, WORDS, load_gguf, make_gguf, make_gpt_oss_gguf, set_scales
 from tests.model.checkpoints import load_dequantised, make_mxfp4_checkpoint, read_experts, refused
 
 SMALL = {"hidden": 64, "intermediate": 128}
@@ -61,6 +64,39 @@ def test_a_layer_may_have_two_types(
         with loaded(store.folder, memory=memory, system=system) as model:
             assert generate(model, prompts) == tokens
             torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=1e-5 * logits.abs().max())
+
+
+EXTREMES = (65504, -65504, 2**-24, -(2**-24), 0, -0.0, 2**-14, 1023 * 2**-24)
+"""The largest float16 numbers, the smallest, and the smallest normal one."""
+
+
+@pytest.mark.parametrize("kind", OF_GGUF_TYPE)
+def test_every_type_decodes_to_the_packages_numbers(kind: str) -> None:
+    """To the bit, by each instruction set: random blocks, all bits 0 or 1, extreme scales."""
+    form, dice, ggml = OF_GGUF_TYPE[kind], np.random.default_rng(3), gguf.GGMLQuantizationType[kind]
+    size, nbytes = gguf.GGML_QUANT_SIZES[ggml]
+    rows, columns = 48, 16 * size
+    blocks = dice.integers(0, 256, (rows, 16, nbytes), dtype=np.uint8)
+    blocks[:4] = np.array([0, 255, 127, 128])[:, None, None]
+    if kind == "MXFP4":
+        blocks[..., 0] = dice.integers(0, 253, (rows, 16))
+    for place in SCALES.get(kind, {}):
+        set_scales(blocks, kind, place, dice.choice(EXTREMES, (rows, 16, 1)))
+    tensor = torch.from_numpy(blocks.reshape(rows, -1))
+    wanted = torch.from_numpy(gguf.quants.dequantize(tensor.numpy(), ggml))
+    packed = torch.from_numpy(form.pack(form.parts_of((tensor,), rows, columns)))
+    assert packed.nbytes == tensor.nbytes
+    assert torch.equal(form.decode(packed), wanted)
+    for library in libraries()[0]:
+        decoded = torch.empty(rows, columns)
+        Kernels(library, "").tile_decode(form.kernel, packed.data_ptr(), decoded)
+        assert torch.equal(decoded.view(torch.int32), wanted.view(torch.int32)), library.name
+    for place in SCALES.get(kind, {}):
+        for number in (np.inf, -np.inf, np.nan):
+            spoilt = blocks.copy()
+            set_scales(spoilt[7:8, 3], kind, place, np.array([[number]]))
+            with pytest.raises(CheckpointError, match=f"a scale that is no finite number, in a block of {kind}"):
+                form.parts_of((torch.from_numpy(spoilt.reshape(rows, -1)),), rows, columns)
 
 
 def test_a_named_dtype_converts_as_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
