@@ -34,6 +34,7 @@ from expertly.engine.stats import Stats
 from expertly.engine.worker import StoreOfShare
 from expertly.model.dense import use_kernels
 from expertly.model.graphs import use_graphs
+from expertly.model.programs import use_programs
 from expertly.model.hooks import between_passes, check_passes, experts_modules
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
@@ -302,6 +303,8 @@ def _open_dense(chosen: _Chosen, engine: Engine) -> Any:
     recorder = kind_of(home.device.torch_device).recorder(home.device.torch_device)
     if recorder is not None and engine.executor is home:
         use_graphs(loaded, home.kernels, recorder)
+    if home.device.torch_device.type == "cpu" and not home.device.queues_uses:
+        home.kernels.stopped = use_programs(loaded, home.kernels)
     if chosen.division.room is not None:
         check_passes(loaded, chosen.division.room.check)
     return loaded

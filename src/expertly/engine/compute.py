@@ -22,7 +22,7 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan, Span
 from expertly.formats import expert_format
 from expertly.native.activations import recognise
-from expertly.native.kernels import MANY_TOKENS, NO_DOWN, TASK_TOKENS, ExpertProducts, Kernels, Work
+from expertly.native.kernels import MANY_TOKENS, NO_DOWN, TASK_TOKENS, ChosenExperts, ExpertProducts, Kernels, Work
 
 if TYPE_CHECKING:
     from expertly.native.triton_slots import SlotCall
@@ -182,6 +182,22 @@ class LayerCompute:
         return Early(outputs, call, spans, choice)
 
     # -- the compiled products ---------------------------------------------------------------------------------
+
+    def chosen(self, table: int, num_experts: int, tensors: Sequence[torch.Tensor]) -> ChosenExperts | None:
+        """A program's step for a token's experts, see ChosenExperts; None where it takes more than the kernels."""
+        x, ids, weights, out = tensors
+        kernels = self._kernels
+        if (
+            self.products is None
+            or not self.is_native(x)
+            or out.dtype != self.dtype
+            or weights.dtype not in (torch.float32, self.dtype)
+            or ids.dtype != torch.int64
+            or not all(tensor.is_contiguous() for tensor in tensors)
+        ):
+            return None
+        slots = table, num_experts, self._address, self._slot_nbytes
+        return ChosenExperts(self.products, self.intermediate_size, slots, tensors, kernels.dtypes[weights.dtype])
 
     def multiply(self, x: torch.Tensor, works: Sequence[Work], out: torch.Tensor, *, adds: bool = False) -> None:
         """out[o] = expert(x[i]) for each span, row i of `x` [*, H] and row o of `out` [*, H]; spans are of equal size.

@@ -22,7 +22,7 @@ from expertly.core.messages import Phase, RouterRan, group_by_expert
 from expertly.core.observation import IterationInfo
 from expertly.engine.compute import Dispatch
 from expertly.engine.device import Device
-from expertly.native.kernels import Kernels
+from expertly.native.kernels import ChosenExperts, Kernels
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -197,6 +197,8 @@ class Engine:
             self.observer.router_ran(layer, hidden_states, top_k_index, top_k_weights)
         with self._deferred_interrupts:
             executor, shard, prefetching = self.executor, self.executor.shard, self.prefetching
+            if self._unseen and not shard.device.queues_uses:
+                self._count_unseen(self._info)  # before the next decision
             begin = shard.stamp()
             early = None
             if self._early is not None:
@@ -228,10 +230,24 @@ class Engine:
             executor.note_times(work.router, begin, shard.stamp(), waits)
             return result
 
+    def chosen_experts(self, layer: int, *tensors: torch.Tensor) -> ChosenExperts | None:
+        shard = self.executor.shard
+        return shard.chosen_experts(layer, tensors) if shard is self.executor else None
+
+    def may_run(self, layer: int) -> bool:
+        is_asked = self.observer is not None or self.prefetching is not None or self._info is None
+        return not (is_asked or self._is_stopped) and os.getpid() == self._process
+
+    def ran(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, result: torch.Tensor, begin: int, end: int
+    ) -> None:
+        self._trail.add(layer, hidden, result)
+        self._unseen.add(layer, ids, begin, end)
+
     def _count_unseen(self, info: IterationInfo | None) -> None:
         """Tell the scheduler what those layers chose that did not wait for it."""
-        shard, unseen = self._early, self._unseen.take(self._queued)
-        if shard is None or self._is_closed:
+        shard, unseen = self.executor.shard, self._unseen.take(self._queued)
+        if self._is_closed:
             return
         try:
             for layer, ids, begin, end in unseen:
@@ -286,6 +302,9 @@ class _Unseen:
         self._layers: list[tuple[int, torch.Tensor, Any, Any]] = []
         self._copy: tuple[torch.Tensor, Any] | None = None
 
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
     def clear(self) -> None:
         self._layers, self._copy = [], None
 
@@ -295,16 +314,17 @@ class _Unseen:
 
     def bring(self, device: CudaDevice) -> None:
         """Queue one copy for all: it is there when the host waits for something that is queued later."""
-        if self._layers and self._copy is None:
+        if self._layers and self._copy is None and device.queues_uses:
             self._copy = device.to_host_later(torch.cat([ids.reshape(-1) for _, ids, *_ in self._layers]))
 
     def take(self, device: CudaDevice) -> list[tuple[int, torch.Tensor, Any, Any]]:
         """All of them, with ids in host memory."""
         self.bring(device)
-        if self._copy is None:
-            return []
-        (every, mark), layers = self._copy, self._layers
+        copy, layers = self._copy, self._layers
         self.clear()
+        if copy is None:
+            return layers
+        every, mark = copy
         device.reach(mark)
         parts = every.split([ids.numel() for _, ids, *_ in layers])
         both = zip(layers, parts, strict=True)

@@ -17,7 +17,7 @@ from expertly.engine.compute import Dispatch, Early, LayerCall, LayerCompute
 from expertly.engine.device import Device, kind_of
 from expertly.engine.host import HostSide
 from expertly.engine.step_times import StepTimes
-from expertly.native.kernels import Kernels, choose_kernels
+from expertly.native.kernels import ChosenExperts, Kernels, choose_kernels
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
 from expertly.scheduler.loop import Channel, Prefetcher, run_layer
 from expertly.scheduler.scheduler import Scheduler
@@ -157,6 +157,19 @@ class Shard:
         if is_seen or not self._has_all:  # queued before the kernels, the copy does not wait for them
             choice = cast("CudaDevice", self.device).to_host_later(ids)
         return compute.begin_early(hidden, ids, spans, choice)
+
+    def chosen_experts(self, layer: int, tensors: Sequence[torch.Tensor]) -> ChosenExperts | None:
+        """A program's step for a token's experts, which asks nobody where all of them are resident; None where the
+        scheduler is to be asked at once.
+        """
+        scheduler = self.scheduler
+        if self.device.queues_uses or self.times is not None or scheduler.split is not None:
+            return None
+        if scheduler.allocation.is_online:
+            return None
+        first, slots = self.geometry.first_expert_id(layer), scheduler.slots.first_slot
+        table = slots.buffer_info()[0] + first * slots.itemsize
+        return self._layers[layer].chosen(table, self.geometry.layers[layer].num_experts, tensors)
 
     def count(self, router: RouterRan) -> None:
         """Count what a layer chose that was complete early."""

@@ -442,14 +442,8 @@ def _attention(
     if asked is not None:
         return asked(query, key, value, {**more, "scaling": scaling}), None
     kernels: Kernels = module._expertly_kernels
-    name = object.__getattribute__(module.config._expertly_config, "_attn_implementation")  # past transformers' Python
-    if name == "sdpa":
-        is_known = ALL_ATTENTION_FUNCTIONS[name] is sdpa_attention_forward and (
-            scaling is None or type(scaling) is float
-        )
-        is_known = is_known and (more.keys() <= _IDLE or _are_known(more, _IDLE))
-    else:
-        is_known = name == "eager" and _is_known_eager(module, scaling, more)
+    name = _name_of(module)
+    is_known = _is_known(module, name, scaling, more)
     if is_known and _is_native(kernels, query, key, value, attention_mask, more, are_ours):
         out = kernels.attention(
             query,
@@ -464,6 +458,31 @@ def _attention(
         return out, None
     function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_of(module))
     return function(module, query, key, value, attention_mask, scaling=scaling, **more)  # type: ignore[no-any-return]
+
+
+def _name_of(module: Any) -> str:
+    """Of the attention that the user asks for, past transformers' Python."""
+    return object.__getattribute__(module.config._expertly_config, "_attn_implementation")  # type: ignore[no-any-return]
+
+
+def _is_known(module: Any, name: str, scaling: Any, more: dict[str, Any]) -> bool:
+    """Whether the attention of this name is what the kernel computes, with these arguments."""
+    if name != "sdpa":
+        return name == "eager" and _is_known_eager(module, scaling, more)
+    is_known = ALL_ATTENTION_FUNCTIONS[name] is sdpa_attention_forward and (scaling is None or type(scaling) is float)
+    return is_known and (more.keys() <= _IDLE or _are_known(more, _IDLE))
+
+
+def is_native_attention(
+    module: Any, scaling: Any, more: dict[str, Any], mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+) -> bool:
+    """Whether the kernel takes a token's attention over plain keys like these, whose queries are our kernels'."""
+    kernels: Kernels | None = module.__dict__.get("_expertly_kernels")
+    return (
+        kernels is not None
+        and _is_known(module, _name_of(module), scaling, more)
+        and _is_native(kernels, query, key, key, mask, more, True)
+    )
 
 
 def _is_known_eager(module: Any, scaling: Any, more: dict[str, Any]) -> bool:

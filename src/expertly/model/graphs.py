@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model import routers
 from expertly.model.dense import ROUTER_NAMES, NamesAttention, eager_of, is_usual_attention
-from expertly.model.hooks import CACHE, experts_modules, look_alike
+from expertly.model.hooks import CACHE, experts_modules, look_alike, original_of
 from expertly.native.kernels import Kernels
 
 _NUM_COMPARED = 3
@@ -46,6 +46,9 @@ _ATTENTION_NAMES = {"clip_qkv", "clamp_", "query_layernorm", "key_layernorm"}
 class Recorder(Protocol):
     """Makes the graphs of one model, which share memory: they run in the order in which they were recorded."""
 
+    has_others: bool
+    """Whether other layers may be recorded where one cannot be."""
+
     def begin(self) -> None:
         """What this thread queues is recorded from now on, and does not run. Raises RuntimeError."""
 
@@ -56,9 +59,11 @@ class Recorder(Protocol):
         """Forget what is being recorded, if anything is."""
 
 
-def use_graphs(model: PreTrainedModel, kernels: Kernels, recorder: Recorder) -> None:
+def use_graphs(
+    model: PreTrainedModel, kernels: Kernels, recorder: Recorder, make: Callable[..., LayerGraphs] | None = None
+) -> None:
     """From the first token that is decoded on, in those MoE layers of a loaded model where it is found to be possible.
-    `kernels` counts the layers that ran so.
+    `kernels` counts the layers that ran so. `make`: in place of LayerGraphs.
     """
     shared = _Shared(recorder, kernels)
     paths = {module: path for path, module in model.named_modules()}
@@ -72,21 +77,21 @@ def use_graphs(model: PreTrainedModel, kernels: Kernels, recorder: Recorder) -> 
             isinstance(router, nn.Module)
             and isinstance(attention, nn.Module)
             and _looks_up(layer) | _looks_up(block) | _looks_up(router) <= _NAMES
-            and is_usual_attention(type(attention), _ATTENTION_NAMES)
+            and is_usual_attention(original_of(type(attention)), _ATTENTION_NAMES)
         ):
             original = type(layer)
             layer.__class__ = look_alike(original, forward=_forward_of(original))
-            layer._expertly_graphs = _LayerGraphs(layer, original, module, router, shared)
+            layer._expertly_graphs = (make or LayerGraphs)(layer, original, module, router, shared)
 
 
 def _looks_up(module: nn.Module) -> set[str]:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = getattr(inspect.unwrap(original_of(type(module)).forward), "__code__", None)
     return {"?"} if code is None else set(code.co_names)
 
 
 def _forward_of(original: Any) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        graphs: _LayerGraphs | None = self._expertly_graphs
+        graphs: LayerGraphs | None = self._expertly_graphs
         if graphs is not None and not args and graphs.takes(self, hidden_states, kwargs):
             if graphs.num_compared == _NUM_COMPARED:
                 return graphs.run(hidden_states, kwargs)
@@ -114,7 +119,7 @@ class _Shared:
             self._given = angles
 
 
-class _LayerGraphs:
+class LayerGraphs:
     """The graphs of one layer, and the tensors that they read and write, which stay where they are. The layer has
     them, and is told to each method: so it is freed with its model.
     """
@@ -123,6 +128,8 @@ class _LayerGraphs:
         self._original, self._experts, self._router, self._shared = original, experts, router, shared
         self._attention = layer.self_attn
         self.num_compared = 0
+        self._layer = experts._expertly_layer
+        self._why = ""  # it cannot be recorded
         self._replays: list[Callable[[], None]] = []
         self._at = SimpleNamespace()  # tensors by their names
         self._own: dict[str, Any] = {}  # what attention is told beside what the layer is given
@@ -160,17 +167,30 @@ class _LayerGraphs:
 
     def run(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The layer. What leaves it is copied: the next token is computed in the same memory."""
-        at, attention, (before, between, behind) = self._at, self._attention, self._replays
+        at, (before, between, behind) = self._at, self._replays
         self._set(hidden, kwargs)
         before()
-        key, value, cache = at.key, at.value, kwargs.get(CACHE)
+        self._attend(kwargs)
+        between()
+        self._mix()
+        behind()
+        self._shared.kernels.num_graphs += 1
+        return at.out.clone()  # type: ignore[no-any-return]
+
+    def _attend(self, kwargs: dict[str, Any]) -> None:
+        """As the layer's own forward does between its projections and the layer behind attention."""
+        at, attention, cache = self._at, self._attention, kwargs.get(CACHE)
+        key, value = at.key, at.value
         told = {name: kwargs[name] for name in self._passed}
         if cache is not None:
             of_paged = {"kwargs": told} if CACHE == "cache" else {}
             key, value = cache.update(key, value, attention.layer_idx, **of_paged)
         ask = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_of(attention))
         at.attended.copy_(ask(attention, at.query, key, value, kwargs.get("attention_mask"), **self._own, **told)[0])
-        between()
+
+    def _mix(self) -> None:
+        """Tell those who look at the router what it chose, and have the experts computed."""
+        at = self._at
         ids, weights = at.chosen[1].clone(), at.chosen[2].clone()
         if looks := self._router._forward_hooks.values():
             same = {id(at.chosen[1]): ids, id(at.chosen[2]): weights}
@@ -178,9 +198,6 @@ class _LayerGraphs:
             for look in looks:
                 look(self._router, at.routed[0], at.routed[1], routed)
         at.mixed.copy_(self._experts(at.chosen[0], ids, weights))
-        behind()
-        self._shared.kernels.num_graphs += 1
-        return at.out.clone()  # type: ignore[no-any-return]
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
@@ -195,25 +212,26 @@ class _LayerGraphs:
             at.query, at.key, at.value, told = asked
             self._passed = tuple(name for name in told if name in kwargs and told[name] is kwargs[name])
             self._own = {name: one for name, one in told.items() if name not in self._passed}
-            at.attended = torch.empty_like(at.query.transpose(1, 2), memory_format=torch.contiguous_format)
+            at.attended = torch.zeros_like(at.query.transpose(1, 2), memory_format=torch.contiguous_format)
             recorder.begin()
             return at.attended  # type: ignore[no-any-return]
 
         def mixed(*chosen: torch.Tensor) -> torch.Tensor:
             replays.append(recorder.end())
-            at.chosen, at.mixed = chosen, torch.empty_like(chosen[0])
+            at.chosen, at.mixed = chosen, torch.zeros_like(chosen[0])
             recorder.begin()
             return at.mixed  # type: ignore[no-any-return]
 
-        at.hidden = torch.empty_like(hidden)
+        at.hidden = hidden.clone()
         shared.keep_angles(kwargs["position_embeddings"])
         try:
             recorder.begin()
             at.out, at.routed = self._forward(layer, at.hidden, shared.fixed, kwargs, attended, mixed)
             replays.append(recorder.end())
-        except RuntimeError:  # of a kernel that cannot be recorded, or of memory: so it is in other layers
+        except RuntimeError as error:  # of a kernel that cannot be recorded, or of memory: so it is in other layers
             recorder.abandon()
-            shared.can_record = False
+            self._why = str(error)
+            shared.can_record = shared.recorder.has_others
             return False
         self._replays = replays
         kept = {id(one) for one in self._attention.parameters(recurse=False)}
@@ -265,15 +283,17 @@ class _LayerGraphs:
     def _replaced(self, attended: Any, mixed: Any, routed: Any) -> Iterator[None]:
         attention, experts, router = self._attention, self._experts, self._router
         config, runtime, watching = attention.config, experts._expertly_runtime, router._forward_hooks
-        attention.config, attention._expertly_asked = NamesAttention(config), attended
+        vars(attention)["config"] = config if isinstance(config, NamesAttention) else NamesAttention(config)
+        attention._expertly_asked = attended
         experts._expertly_runtime = SimpleNamespace(forward_experts=lambda module, layer, *chosen: mixed(*chosen))
-        router._forward_hooks = OrderedDict()  # who watches it is told of the token once
+        vars(router)["_forward_hooks"] = OrderedDict()  # who watches it is told of the token once
         noting = router.register_forward_hook(routed, with_kwargs=True)
         try:
             yield
         finally:
             noting.remove()
-            attention.config, experts._expertly_runtime, router._forward_hooks = config, runtime, watching
+            vars(attention)["config"], vars(router)["_forward_hooks"] = config, watching
+            experts._expertly_runtime = runtime
             del attention._expertly_asked
 
     def _set(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:

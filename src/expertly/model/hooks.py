@@ -33,6 +33,7 @@ from expertly.core.observation import IterationInfo
 
 if TYPE_CHECKING:
     from expertly.model.structure import ExpertsSite
+    from expertly.native.kernels import ChosenExperts
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """What models and their outputs call the KV cache: `past_key_values` before transformers 5.24, which takes both."""
@@ -74,11 +75,35 @@ class Runtime(Protocol):
         """
         ...
 
+    def chosen_experts(self, layer: int, *tensors: torch.Tensor) -> ChosenExperts | None:
+        """The step of a layer's program for hidden states [1, H], ids [1, K] and weights [1, K], to [1, H], which is
+        what `forward_experts` gives where all experts are resident. None: a program asks that instead.
+        """
+        ...
+
+    def may_run(self, layer: int) -> bool:
+        """Whether such a step may run now: nobody is to be told of the layer before."""
+        ...
+
+    def ran(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, result: torch.Tensor, begin: int, end: int
+    ) -> None:
+        """It ran, from `begin` to `end` by the clock of `time.perf_counter_ns`. The tensors keep their values until the
+        pass ends.
+        """
+
 
 def look_alike(original: type[nn.Module], *mixins: type, **changed: Any) -> Any:
     """A subclass of `original` with `mixins` and `changed` attributes, under the same name."""
     namespace = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(original.__name__, (*mixins, original), namespace | changed)
+    return type(original.__name__, (*mixins, original), namespace | changed | {"_expertly_original": original})
+
+
+def original_of(kind: Any) -> Any:
+    """The class that look-alikes stand for."""
+    while "_expertly_original" in vars(kind):
+        kind = vars(kind)["_expertly_original"]
+    return kind
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ those of a prompt for which a tile of quantised weights is decoded once.
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 27
+VERSION = 28
 """Of the interface that is called here; products.c says the same number."""
 
 PLAIN = (nn.Parameter, torch.Tensor)
@@ -55,13 +56,13 @@ NO_DOWN = -1
 NORM_STYLES = {"rounded": 0, "weighed": 1, "one more": 2}
 """How a norm weighs: rounded to its dtype before; in float32; in float32 by 1 + weight."""
 
-_BOOLEAN = 3
+BOOLEAN = 3
 """A mask's kind beside the dtypes, whose masks are added to the scores."""
 
 Work = tuple[Span, Sequence[int], Sequence[int]]
 """A span, the rows of its expert's inputs, and those of its outputs."""
 
-_COUNTS = ("native", "early", "torch", "attention", "graphs")
+_COUNTS = ("native", "early", "torch", "attention", "graphs", "programs")
 
 _FAILED = "a compiled product"
 
@@ -80,10 +81,29 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "projections": (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,)),
     "norm": (*3 * (_INT,), *2 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, ctypes.c_double, _ADDRESS),
     "router": (*3 * (_INT,), _ADDRESS),
+    "program": (*2 * (_INT,), _ADDRESS, *2 * (_LONG,)),
 }
 """Functions of products.c, by their names without "expertly_". They release the interpreter lock and return 0, or -1
-where memory is short or the request is not one of theirs.
+where memory is short or the request is not one of theirs; `program` what program.h says.
 """
+
+STEPS = ("norm", "projections", "attention", "router", "dots", "tiles", "experts", "add", "multiply", "looked up")
+"""The kinds of a program's steps, by the numbers of program.h."""
+
+
+class Tape(Protocol):
+    """Notes calls of kernels, to be made again on the same memory."""
+
+    def note(self, kind: str, arguments: Sequence[int], kept: Sequence[Any]) -> None:
+        """`arguments`: as program.h has them for a step of this kind; `kept`: whose memory they name."""
+
+
+class UnsureError(Exception):
+    """A router that is noted cannot tell its choice: another token may do."""
+
+
+def double_bits(value: float) -> int:
+    return int.from_bytes(struct.pack("<d", value), "little", signed=True)
 
 
 def are_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
@@ -132,6 +152,7 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
             return (), f"{found[0].name} and the package gguf differ in their grids"
         name_of, has_half = library.expertly_products_name, library.expertly_products_has_half
         functions = {name: getattr(library, f"expertly_{name}") for name in _ARGUMENTS}
+        functions["program"].restype = _LONG
     except (OSError, AttributeError) as error:
         return (), f"{found[0].name} cannot be used: {error}"
     name_of.restype = ctypes.c_char_p
@@ -174,6 +195,42 @@ class ExpertProducts:
         width = inner_bias[0].shape[1] if inner_bias else 0
         addresses = [0 if one is None else one.data_ptr() for one in self._kept]
         self.addresses = (hidden, row_nbytes, matrix_nbytes, *addresses, width)
+
+
+class ChosenExperts:
+    """A program's step for the experts of one token: `ids` [1, K] choose of those whose slots are in `slots`, an address
+    of a number for each expert, or -1 where one is not wholly there; `out` [1, H] is their sum by `weights` [1, K] of
+    what they make of `x` [1, H]. All contiguous.
+    """
+
+    def __init__(
+        self,
+        layer: ExpertProducts,
+        num_neurons: int,
+        slots: tuple[int, int, int, int],
+        tensors: Sequence[torch.Tensor],
+        weights_dtype: int,
+    ) -> None:
+        """`slots`: address of the table, how many experts it has, address of slot 0, bytes of a slot. `tensors`: x, ids,
+        weights, out.
+        """
+        x, ids, weights, out = tensors
+        table, num_experts, base, slot_nbytes = slots
+        outputs = x.new_empty(ids.numel(), x.shape[1])
+        self._kept = layer, outputs, tensors
+        self._numbers = array(
+            "q",
+            (
+                *(*layer.formats, layer.num_inner, num_neurons, *layer.addresses, 0, *(0,) * 4),
+                *(x.data_ptr(), x.nbytes, 0, 0, ids.data_ptr(), table, base, slot_nbytes, ids.numel(), num_experts),
+                *(weights_dtype, weights.data_ptr(), outputs.data_ptr(), out.data_ptr(), 0, 0),
+            ),
+        )
+        self.address = self._numbers.buffer_info()[0]
+
+    def times(self) -> Sequence[int]:
+        """When the last call began and ended, of `time.perf_counter_ns`."""
+        return self._numbers[-2:]
 
 
 class Projections:
@@ -225,6 +282,9 @@ class Kernels:
         self.num_torch = 0  # the same by torch: prompts, mostly
         self.num_attention = 0  # layers' attentions that were computed by the compiled kernels
         self.num_graphs = 0  # layers whose dense part an accelerator's graphs computed, for a token
+        self.num_programs = 0  # layers that ran as a program, for a token
+        self.stopped: Mapping[str, int] = {}  # layers that are no program, by the operation that stopped them
+        self.tape: Tape | None = None  # of who notes calls
 
     def _most_tokens(self, dtype: torch.dtype, weights: str | None = "") -> int:
         library = self.library
@@ -274,6 +334,15 @@ class Kernels:
         )
         if failed:
             raise MemoryError(_FAILED)
+        if self.tape is not None:
+            x_nbytes = (x.stride(0) if x.dim() == 2 else width) * x.element_size()
+            arguments = (
+                *(self.dtypes[x.dtype], packed.buffer_info()[0], len(packed) // 4),
+                *(num_matrices, num_neurons, width, row_nbytes, matrix_nbytes),
+                *(x.data_ptr(), x.numel() // width, x_nbytes, 0 if bias is None else bias.data_ptr()),
+                *(out.data_ptr(), out.numel() // (num_matrices * num_neurons)),
+            )
+            self.tape.note("dots", arguments, (packed, x, bias, out))
 
     def sums(
         self, tasks: Sequence[int], h: torch.Tensor, out: torch.Tensor, row_nbytes: int, *, adds: bool = False
@@ -373,13 +442,13 @@ class Kernels:
             address = 0 if bias is None else bias.data_ptr()
             linear = weight.data_ptr(), address, num_rows, projected.data_ptr()
         mask_strides: tuple[int, ...] = (0, 0, 0)
-        mask_dtype = _BOOLEAN
+        mask_dtype = BOOLEAN
         if mask is not None:
             size = mask.element_size()
             mask_strides = tuple(
                 0 if n == 1 else stride * size for n, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)
             )
-            mask_dtype = _BOOLEAN if mask.dtype == torch.bool else self.dtypes[mask.dtype]
+            mask_dtype = BOOLEAN if mask.dtype == torch.bool else self.dtypes[mask.dtype]
         call = array(
             "q",
             (
@@ -442,6 +511,9 @@ class Kernels:
         how = self._level, self.dtypes[x.dtype], threads, call.buffer_info()[0]
         if self._call.projections(*how, *layer.epsilons):
             raise MemoryError(_FAILED)
+        if self.tape is not None:
+            arguments = (how[1], how[3], *map(double_bits, layer.epsilons))
+            self.tape.note("projections", arguments, (call, x, layer, cos, sin, out))
         return found
 
     def router(
@@ -475,6 +547,11 @@ class Kernels:
         result = self._call.router(self._level, self.dtypes[x.dtype], threads, call.buffer_info()[0])
         if result < 0:
             raise MemoryError(_FAILED)
+        if self.tape is not None:
+            if result:
+                raise UnsureError
+            arguments = self.dtypes[x.dtype], call.buffer_info()[0]
+            self.tape.note("router", arguments, (call, x, weight, bias, logits, weights, ids))
         return None if result else (logits, weights, ids)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, style: str) -> torch.Tensor:
@@ -486,6 +563,13 @@ class Kernels:
             *(x.numel() // width, width, x.data_ptr(), width * x.element_size()),
             *(None if weight is None else weight.data_ptr(), epsilon, out.data_ptr()),
         )
+        if self.tape is not None:
+            arguments = (
+                *(self.dtypes[x.dtype], NORM_STYLES[style], x.numel() // width, width),
+                *(x.data_ptr(), width * x.element_size(), 0 if weight is None else weight.data_ptr()),
+                *(double_bits(epsilon), out.data_ptr()),
+            )
+            self.tape.note("norm", arguments, (x, weight, out))
         return out
 
     # -- quantised weights, in the tiles of a format -----------------------------------------------------------
@@ -517,6 +601,14 @@ class Kernels:
         )
         if failed:
             raise MemoryError(_FAILED)
+        if self.tape is not None:
+            assert formats[1] == NO_DOWN and len(packed) == 4 and num_inner == 1, "a matrix of the dense part"
+            arguments = (
+                *(self.dtypes[x.dtype], formats[0], packed.buffer_info()[0], num_neurons, x.shape[1], block_nbytes),
+                *(x.data_ptr(), x.shape[0], x.stride(0) * x.element_size(), 0 if bias is None else bias.data_ptr()),
+                *(out.data_ptr(), out_rows),
+            )
+            self.tape.note("tiles", arguments, (packed, x, bias, out))
 
     def tile_sums(
         self,
@@ -538,6 +630,16 @@ class Kernels:
         )
         if failed:
             raise MemoryError(_FAILED)
+
+    def run_program(self, steps: array[int], begin: int, end: int) -> int:
+        """The steps of a program from `begin` on; the first that did not run, which the caller takes; `end`: all did.
+        Raises MemoryError.
+        """
+        threads = min(torch.get_num_threads(), self.max_threads)
+        reached: int = self._call.program(self._level, threads, steps.buffer_info()[0], begin, end)
+        if reached < 0:
+            raise MemoryError(_FAILED)
+        return reached
 
     def tile_decode(self, format: int, address: int, out: torch.Tensor) -> None:
         """The weights of a matrix alone, `out` [rows, width], from its blocks at `address`, rounded to its dtype."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from expertly.core.geometry import Geometry
@@ -27,6 +28,7 @@ class SlotTable:
         self.slot = [_NO_SLOT] * len(self.state)
         self.num_resident = [0] * geometry.num_experts  # of each expert, the units that are there
         self.whole: list[Span | None] = [None] * geometry.num_experts  # where it is wholly there in adjacent slots
+        self.first_slot = array("q", [_NO_SLOT]) * geometry.num_experts  # that of `whole`: native code looks there
         self.prefetching: dict[int, int] = {}  # experts that are being prefetched -> how many units of each
         self.segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]  # of a unit
         self.layer_of = [geometry.layer_of_expert(eid) for eid in range(geometry.num_experts)]
@@ -88,10 +90,11 @@ class SlotTable:
             self._no_longer_prefetching(eid, num)
         self.num_resident[eid] += num
         if num == self.num_parts:
-            self.whole[eid] = span
+            self.whole[eid], self.first_slot[eid] = span, span.slot
         elif self.num_resident[eid] == self.num_parts:
             spans = self.spans(self.units(eid))
-            self.whole[eid] = spans[0] if len(spans) == 1 else None
+            if len(spans) == 1:
+                self.whole[eid], self.first_slot[eid] = spans[0], spans[0].slot
         return state == LOADING
 
     def await_prefetched(self, eid: int) -> list[Span]:
@@ -111,7 +114,7 @@ class SlotTable:
         for unit in units:
             self.state[unit], self.slot[unit] = ABSENT, _NO_SLOT
         self.num_resident[eid] -= states.count(RESIDENT)
-        self.whole[eid] = None
+        self.whole[eid], self.first_slot[eid] = None, _NO_SLOT
         if PREFETCHING in states:
             self._no_longer_prefetching(eid, states.count(PREFETCHING))
 
@@ -140,7 +143,9 @@ class SlotTable:
             states = [self.state[unit] for unit in self.units(eid)]
             assert self.num_resident[eid] == states.count(RESIDENT)
             assert self.prefetching.get(eid, 0) == states.count(PREFETCHING)
-            assert self.whole[eid] in (None, *self.spans(self.units(eid))[:1])
+            span = self.whole[eid]
+            assert span in (None, *self.spans(self.units(eid))[:1])
+            assert self.first_slot[eid] == (_NO_SLOT if span is None else span.slot)
             for unit in self.units(eid):
                 assert (self.slot[unit] != _NO_SLOT) == (self.state[unit] >= LOADING), "what has a slot is not absent"
             taken[self.geometry.size_classes[layer]] += [self.slot[unit] for unit in self.with_slots(eid)]
