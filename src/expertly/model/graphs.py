@@ -136,6 +136,7 @@ class LayerGraphs:
         self._passed: tuple[str, ...] = ()  # of what the layer is given, what attention is told
         within = set(experts.modules())
         self._modules = [one for one in layer.modules() if one not in within and one is not layer]
+        self._kinds = [type(one) for one in self._modules]
         self._kept = [(of, name) for one in self._modules for of in (one._parameters, one._buffers) for name in of]
         self._addresses = self._addresses_now()
 
@@ -301,9 +302,9 @@ class LayerGraphs:
         self._shared.keep_angles(kwargs["position_embeddings"])
 
     def _is_watched(self) -> bool:
-        """Whether somebody wants to be called, or is called instead; but for us, who look at routers."""
-        for one in self._modules:
-            if one._forward_pre_hooks or "forward" in one.__dict__ or (one._forward_hooks and one is not self._router):
+        """Whether somebody wants to be called, is called instead or changed a module; but for us, who look at routers."""
+        for one, kind in zip(self._modules, self._kinds, strict=True):
+            if type(one) is not kind or one._forward_pre_hooks or "forward" in one.__dict__ or (one._forward_hooks and one is not self._router):
                 return True
         looks = self._router._forward_hooks.values()
         return _has_any_global_hook() or any(look.__module__ != routers.__name__ for look in looks)

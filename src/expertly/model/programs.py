@@ -2,16 +2,16 @@
 attention over the KV cache, router, resident experts and what is behind them in one native call.
 
 A layer's own forward is noted once: torch's operations and the calls of our kernels (graphs.py says which layers, and
-compares). A layer with an operation that is not on the list below stays as it is. The call stops where there is
-something to decide or to do in Python, and goes on behind it.
+compares). The call stops where there is something to decide, and where torch has an operation that is not on the list
+below, and goes on behind it; a layer whose operations depend on numbers stays as it is.
 """
 
 from __future__ import annotations
 
-import functools
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ _WITH_TWO = {_aten.add.Tensor: "add", _aten.mul.Tensor: "multiply"}
 _OF_EACH = {_aten.silu.default, _aten.sigmoid.default, _aten.gelu.default, _aten.relu.default, _aten.neg.default}
 """Of each number alone: looked up for those of 16 bits."""
 
+_DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
 _EACH, _ONE, _CONSTANT = range(3)
 """As in program.h, what the second operand is."""
 
@@ -48,15 +50,27 @@ _TRIES = 8
 
 
 class NotedError(RuntimeError):
-    """A layer cannot be a program; says which operation it has."""
+    """A layer cannot be a program: it has an operation that makes another program of other numbers."""
 
 
-@functools.cache
+@cache
 def _table(function: Any, arguments: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
     """What torch makes of every number of 16 bits."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     made: torch.Tensor = function(every, *arguments)
     return made
+
+
+def _step(kind: str, arguments: Sequence[int], *, is_ready: bool = True) -> tuple[int, ...]:
+    return STEPS.index(kind), is_ready, *arguments, *(0,) * (_WIDTH - 2 - len(arguments))
+
+
+def _again(func: Any, args: Any, kwargs: Any, made: Any) -> None:
+    """An operation of torch, to where it wrote before."""
+    results = func(*args, **kwargs)
+    for old, new in zip(*(it if isinstance(it, tuple | list) else (it,) for it in (made, results)), strict=True):
+        if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+            old.copy_(new)
 
 
 class _Noted(TorchDispatchMode):
@@ -65,11 +79,12 @@ class _Noted(TorchDispatchMode):
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
         self.steps: list[tuple[int, ...]] = []
+        self.calls: dict[int, Callable[[], None]] = {}  # steps that are torch's
         self.kept: list[Any] = []
         self._kernels = kernels
 
     def note(self, kind: str, arguments: Sequence[int], kept: Sequence[Any]) -> None:
-        self.steps.append((STEPS.index(kind), 1, *arguments, *(0,) * (_WIDTH - 2 - len(arguments))))
+        self.steps.append(_step(kind, arguments))
         self.kept += kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,45 +92,57 @@ class _Noted(TorchDispatchMode):
         self.kept.append((args, made))
         if func.is_view or func in _WITHOUT_WORK:
             return made
-        first, *others = args
-        dtype = self._kernels.dtypes.get(first.dtype) if isinstance(first, torch.Tensor) else None
-        if dtype is None or not first.is_contiguous() or not made.is_contiguous() or made.dtype != first.dtype:
+        if _DEPENDS & set(func.tags):
             raise NotedError(str(func))
-        if func in _OF_EACH and first.itemsize == 2:
-            table = _table(func, (*others, *sorted((kwargs or {}).items())), first.dtype) if not kwargs else None
-            if table is None:
-                raise NotedError(f"{func} with {', '.join(kwargs or ())}")
-            self.kept.append(table)
-            self.note("looked up", (dtype, made.numel(), first.data_ptr(), table.data_ptr(), made.data_ptr()), ())
-            return made
-        if func not in _WITH_TWO or kwargs or len(others) != 1:
-            raise NotedError(str(func))
-        (second,) = others
-        if isinstance(second, int | float):
-            operand, what = double_bits(float(second)), _CONSTANT
-        elif second.dtype == first.dtype and second.is_contiguous() and second.shape == made.shape == first.shape:
-            operand, what = second.data_ptr(), _EACH
-        elif second.dtype == first.dtype and second.numel() == 1 and first.shape == made.shape:
-            operand, what = second.data_ptr(), _ONE
-        elif second.dtype == first.dtype and first.numel() == 1 and second.shape == made.shape and second.is_contiguous():
-            first, operand, what = second, first.data_ptr(), _ONE
-        else:
-            raise NotedError(f"{func} of {tuple(first.shape)} and {tuple(second.shape)}")
-        self.note(_WITH_TWO[func], (dtype, made.numel(), first.data_ptr(), operand, what, made.data_ptr()), ())
+        if kwargs or not self._note_native(func, made, *args):
+            self.calls[len(self.steps)] = partial(_again, func, args, kwargs or {}, made)
+            self.steps.append(_step("norm", (), is_ready=False))
         return made
+
+    def _note_native(self, func: Any, made: Any, first: Any, second: Any = None, *others: Any) -> bool:
+        """Note what the compiled library has; returns whether it does."""
+        tensors = [tensor for tensor in (made, first, second) if isinstance(tensor, torch.Tensor)]
+        dtype = self._kernels.dtypes.get(first.dtype) if isinstance(first, torch.Tensor) else None
+        if dtype is None or not all(it.is_contiguous() and it.dtype == first.dtype for it in tensors):
+            return False
+        if func in _OF_EACH and first.itemsize == 2:
+            arguments = () if second is None else (second, *others)
+            table = _table(func, arguments, first.dtype)
+            where = first.data_ptr(), table.data_ptr(), made.data_ptr()
+            self.note("looked up", (dtype, made.numel(), *where), (table,))
+            return True
+        if func not in _WITH_TWO or others:
+            return False
+        if not isinstance(second, torch.Tensor):
+            operand, kind = double_bits(float(second)), _CONSTANT
+        else:
+            if first.numel() == 1 and first.shape != made.shape:
+                first, second = second, first
+            operand, kind = second.data_ptr(), _EACH if second.shape == made.shape else _ONE
+            if second.shape != made.shape and second.numel() > 1:
+                return False
+        if first.shape != made.shape:
+            return False
+        self.note(_WITH_TWO[func], (dtype, made.numel(), first.data_ptr(), operand, kind, made.data_ptr()), ())
+        return True
 
 
 class _Segment:
     """What was noted between two things that are done elsewhere. To call it is to run it."""
 
     def __init__(self, noted: _Noted, kernels: Kernels) -> None:
-        self.steps, self.kept, self._kernels = noted.steps, noted.kept, kernels
+        self.steps, self.calls, self.kept, self._kernels = noted.steps, noted.calls, noted.kept, kernels
         self._array = array("q", [number for step in noted.steps for number in step])
 
     def __call__(self) -> None:
-        end = len(self.steps)
-        if end and self._kernels.run_program(self._array, 0, end) != end:
-            raise UnsureError
+        begin, end = 0, len(self.steps)
+        while begin < end:
+            begin = self._kernels.run_program(self._array, begin, end)
+            if begin < end and begin not in self.calls:
+                raise UnsureError
+            if begin < end:
+                self.calls[begin]()
+                begin += 1
 
 
 class Notes:
@@ -149,7 +176,7 @@ def use_programs(model: PreTrainedModel, kernels: Kernels) -> Counter[str]:
     """
     stopped: Counter[str] = Counter()
     if kernels.library is not None:
-        use_graphs(model, kernels, Notes(kernels), functools.partial(LayerProgram, stopped=stopped))
+        use_graphs(model, kernels, Notes(kernels), partial(LayerProgram, stopped=stopped))
     return stopped
 
 
@@ -162,6 +189,7 @@ class LayerProgram(LayerGraphs):
         self._tries = 0
         self._steps = array("q")
         self._num_steps = self._at_attention = self._at_experts = 0
+        self._calls: dict[int, Callable[[], None]] = {}  # steps that are torch's
         self._chosen: ChosenExperts | None = None
         self._projected: array[int] | None = None  # the call that puts keys and values into the cache
         self._asked = array("q")  # of attention
@@ -202,6 +230,8 @@ class LayerProgram(LayerGraphs):
             elif reached == self._at_experts:
                 self._mix()
                 chosen = None
+            elif reached in self._calls:
+                self._calls[reached]()
             else:
                 args, named = at.routed[:2]
                 for there, now in zip(at.routed[2], self._router.forward(*args, **named), strict=True):
@@ -240,10 +270,10 @@ class LayerProgram(LayerGraphs):
             self._chosen = runtime.chosen_experts(self._layer, *at.chosen, at.mixed)
         mixes = (0, 0) if self._chosen is None else (dtype, self._chosen.address)
 
-        def step(kind: str, arguments: Sequence[int]) -> tuple[int, ...]:
-            return STEPS.index(kind), 0, *arguments, *(0,) * (_WIDTH - 2 - len(arguments))
-
-        every = [*before, step("attention", asks), *between, step("experts", mixes), *behind]
+        attend, mix = _step("attention", asks, is_ready=False), _step("experts", mixes, is_ready=False)
+        every = [*before, attend, *between, mix, *behind]
+        for first, replay in zip((0, attention + 1, experts + 1), self._replays, strict=True):
+            self._calls |= {first + number: call for number, call in replay.calls.items()}  # type: ignore[attr-defined]
         self._steps = array("q", [number for numbers in every for number in numbers])
         self._num_steps, self._at_attention, self._at_experts = len(every), attention, experts
         projections = STEPS.index("projections")
