@@ -34,10 +34,10 @@ from expertly.engine.stats import Stats
 from expertly.engine.worker import StoreOfShare
 from expertly.model.dense import use_kernels
 from expertly.model.graphs import use_graphs
-from expertly.model.programs import use_programs
 from expertly.model.hooks import between_passes, check_passes, experts_modules
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
+from expertly.model.programs import use_programs
 from expertly.model.tiled import use_tiles
 from expertly.native.kernels import choose_kernels
 from expertly.options import LOAD_OPTIONS, LoadOptions, described

@@ -304,7 +304,12 @@ class LayerGraphs:
     def _is_watched(self) -> bool:
         """Whether somebody wants to be called, is called instead or changed a module; but for us, who look at routers."""
         for one, kind in zip(self._modules, self._kinds, strict=True):
-            if type(one) is not kind or one._forward_pre_hooks or "forward" in one.__dict__ or (one._forward_hooks and one is not self._router):
+            if (
+                type(one) is not kind
+                or one._forward_pre_hooks
+                or "forward" in one.__dict__
+                or (one._forward_hooks and one is not self._router)
+            ):
                 return True
         looks = self._router._forward_hooks.values()
         return _has_any_global_hook() or any(look.__module__ != routers.__name__ for look in looks)

@@ -198,9 +198,8 @@ class ExpertProducts:
 
 
 class ChosenExperts:
-    """A program's step for the experts of one token: `ids` [1, K] choose of those whose slots are in `slots`, an address
-    of a number for each expert, or -1 where one is not wholly there; `out` [1, H] is their sum by `weights` [1, K] of
-    what they make of `x` [1, H]. All contiguous.
+    """A program's step for the experts of one token: `ids` [1, K] choose them, and `out` [1, H] is the sum by `weights`
+    [1, K] of what they make of `x` [1, H]. All contiguous.
     """
 
     def __init__(
@@ -211,8 +210,8 @@ class ChosenExperts:
         tensors: Sequence[torch.Tensor],
         weights_dtype: int,
     ) -> None:
-        """`slots`: address of the table, how many experts it has, address of slot 0, bytes of a slot. `tensors`: x, ids,
-        weights, out.
+        """`slots`: address of the table of experts' slots, -1 where one is not wholly there, how many it has, address
+        of slot 0, bytes of a slot. `tensors`: x, ids, weights, out.
         """
         x, ids, weights, out = tensors
         table, num_experts, base, slot_nbytes = slots
@@ -301,7 +300,9 @@ class Kernels:
         return None
 
     def facts(self) -> dict[str, str | int]:
-        return {"name": self.name, "why": self.why, **{name: getattr(self, f"num_{name}") for name in _COUNTS}}
+        counts = {name: getattr(self, f"num_{name}") for name in _COUNTS}
+        stopped = ", ".join(f"{why} ({num} layers)" for why, num in self.stopped.items())
+        return {"name": self.name, "why": self.why, **counts, "stopped": stopped}
 
     def dots(
         self,

@@ -1,0 +1,268 @@
+"""Decoder layers as programs of the compiled library: what a user sees is the same, whatever ran natively."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+import expertly
+from expertly.api import handle
+from expertly.model import graphs
+from expertly.native.kernels import libraries
+from tests.engine.conftest import Case, Cases
+from tests.engine.observe import loaded
+from tests.engine.test_graphs import RECORDED
+from tests.families import FAMILIES, generate, make_checkpoint, make_prompts
+
+AVAILABLE, WHY = libraries()
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(not AVAILABLE, reason=f"no compiled kernels: {WHY}"),
+]
+
+COMPARED = 3
+"""Tokens that a layer computes both ways before it is a program."""
+
+OTHERS = sorted(FAMILIES.keys() - RECORDED)
+
+
+def programs_of(model: Any) -> list[graphs.LayerGraphs]:
+    return [it.__dict__["_expertly_graphs"] for it in model.modules() if it.__dict__.get("_expertly_graphs")]
+
+
+def num_run(model: Any) -> int:
+    number = expertly.stats(model).as_dict()["kernels"]["programs"]
+    assert isinstance(number, int)
+    return number
+
+
+@contextmanager
+def without_programs(case: Case, **options: Any) -> Iterator[Any]:
+    with loaded(case.store, **options) as model:
+        for module in model.modules():
+            if "_expertly_graphs" in module.__dict__:
+                module._expertly_graphs = None
+        yield model
+
+
+def decode(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Logits [N, V] of given tokens, one step each, through the KV cache."""
+    rows = []
+    with torch.no_grad():
+        cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
+        for token in tokens:
+            rows.append(model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("family", [*sorted(RECORDED), *OTHERS])
+def test_tokens_and_decode_logits_are_the_references(family: str, cases: Cases) -> None:
+    """In float32, and in every MoE layer of the families whose layers are listed."""
+    case = cases[family]
+    with loaded(case.store, system="lru", memory="60%") as model:
+        for prompt in case.prompts:
+            assert generate(model, [prompt]) == generate(case.reference, [prompt])
+        assert generate(model, case.prompts) == generate(case.reference, case.prompts), "a batch"
+        num_before = num_run(model)
+        if family not in RECORDED:
+            assert num_before == 0
+            return
+        assert num_before > 0
+        prompt, tokens = case.prompts[0], case.tokens[0]
+        expected = decode(case.reference, prompt, tokens)
+        torch.testing.assert_close(
+            decode(model, prompt, tokens), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+        )
+        assert num_run(model) == num_before + len(programs_of(model)) * len(tokens)
+        handle(model).engine.scheduler.check()
+
+
+@pytest.mark.parametrize("family", sorted(RECORDED))
+def test_in_bfloat16_a_layer_gives_the_same_bits(family: str, tmp_path: Path) -> None:
+    """As the layer's own forward, over more tokens than those that were compared."""
+    folder = make_checkpoint(family, tmp_path / "checkpoint", dtype=torch.bfloat16)
+    prompt, tokens = make_prompts(1)[0], make_prompts(1, length=40, seed=3)[0]
+    logits = []
+    for is_program in (True, False):
+        model, _ = expertly.load(folder, memory="100%", device="cpu", learned="off")
+        if not is_program:
+            for module in model.modules():
+                if "_expertly_graphs" in module.__dict__:
+                    module._expertly_graphs = None
+        logits.append(decode(model, prompt, tokens))
+        num_layers = len(programs_of(model))
+        assert num_run(model) == num_layers * (len(tokens) - COMPARED)
+        assert bool(num_layers) == is_program
+        expertly.unload(model)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("options", [
+    {"system": "lru"}, {"system": "lfu"}, {"system": "lru:scope=global"}, {"system": "expertly"}, {"system": "lcp"},
+    {"system": "on-demand"}, {"system": "lru", "segments": 4}, {"system": "resident", "memory": "100%"},
+], ids=lambda options: "-".join(map(str, options.values())))  # fmt: skip
+def test_decisions_are_those_of_a_scheduler_that_is_asked_at_once(options: dict[str, Any], cases: Cases) -> None:
+    """What layers chose that ran by themselves is told before the next decision: hits, loads, evictions and what is
+    resident at the end are the same.
+    """
+    case, seen = cases["qwen3_moe"], []
+    for opened in (loaded, without_programs):
+        with opened(
+            case.store if opened is loaded else case, **{"memory": "60%", "learned": "off", **options}
+        ) as model:  # type: ignore[operator]
+            for prompt in (*case.prompts, *case.prompts):
+                generate(model, [prompt], 20)
+            layers = expertly.stats(model).as_dict()["layers"]
+            counts = [
+                {name: number for name, number in phase.items() if not name.endswith("_s")}
+                for layer in layers
+                for phase in (layer["prefill"], layer["decode"])
+            ]
+            slots = handle(model).engine.scheduler.slots
+            seen.append((counts, list(slots.state)))
+            assert (num_run(model) > 0) == (opened is loaded)
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("system", ["expertly-ahead", "fmoe", "promoe:prediction=stride", "moepic", "moe-infinity"])
+def test_who_predicts_is_asked_in_every_layer(system: str, cases: Cases) -> None:
+    """The dense part runs as a program all the same."""
+    case = cases["qwen3_moe"]
+    with loaded(case.store, system=system, memory="60%", learned="off") as model:
+        for prompt, tokens in zip(case.prompts, case.tokens, strict=True):
+            assert generate(model, [prompt]) == [tokens]
+        stats = expertly.stats(model).as_dict()
+        assert num_run(model) > 0 and stats["kernels"]["early"] == 0
+        assert sum(layer["decode"]["predicted"] for layer in stats["layers"]) > 0
+
+
+def test_a_cache_that_grows_is_cropped_or_copied(cases: Cases) -> None:
+    """Room ends every 64 tokens; what is appended behind a crop or in a copy is not seen by the other."""
+    case = cases["mixtral"]
+    prompt, tokens = case.prompts[0], make_prompts(1, length=150, seed=5)[0]
+    with loaded(case.store, memory="60%") as model:
+        expected = decode(case.reference, prompt, tokens)
+        torch.testing.assert_close(
+            decode(model, prompt, tokens), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())
+        )
+        with torch.no_grad():
+            cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
+
+            def step(token: int, cache: Any) -> torch.Tensor:
+                return model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]  # type: ignore[no-any-return]
+
+            step(tokens[0], cache)
+            twin = copy.deepcopy(cache)
+            other, same = step(tokens[7], twin), step(tokens[1], cache)
+            torch.testing.assert_close(same, expected[1], rtol=1e-3, atol=1e-3)
+            assert not torch.allclose(other, same)
+            cache.crop(-1)
+            torch.testing.assert_close(step(tokens[1], cache), expected[1], rtol=1e-3, atol=1e-3)
+
+
+def test_a_router_that_cannot_tell_is_torchs(cases: Cases) -> None:
+    """Experts whose scores are nearer than another exp may put them: the program goes on behind torch's choice."""
+    case = cases["qwen3_moe"]
+    prompt, tokens = case.prompts[0], case.tokens[0]
+    with loaded(case.store, memory="100%") as model, without_programs(case, memory="100%") as plain:
+        decode(model, prompt, tokens)
+        for changed in (model, plain):
+            for layer in changed.model.layers:
+                weight = layer.mlp.gate.weight.data
+                weight[1::2] = weight[::2] * (1 + 2e-7)
+        before = num_run(model)
+        assert torch.equal(decode(model, prompt, tokens), decode(plain, prompt, tokens))
+        assert num_run(model) > before
+
+
+def test_changes_and_hooks_are_heeded(cases: Cases) -> None:
+    case, calls = cases["qwen3_moe"], []
+    with loaded(case.store) as model, without_programs(case) as plain:
+        prompt = case.prompts[:1]
+        generate(model, prompt)
+
+        def num_same() -> int:
+            before = num_run(model)
+            assert generate(model, prompt, 5) == generate(plain, prompt, 5)
+            return (num_run(model) - before) // 4
+
+        assert num_same() == 3
+        hook = model.model.layers[1].post_attention_layernorm.register_forward_hook(lambda *_: calls.append(1))
+        assert num_same() == 2 and len(calls) == 5
+        hook.remove()
+        assert num_same() == 3
+        for changed in (model, plain):
+            changed.model.layers[1].input_layernorm.variance_epsilon = 10.0
+        assert num_same() == 2, "a constant was noted"
+        for changed in (model, plain):
+            changed.model.layers[2].mlp.gate.weight.data.neg_()
+        assert num_same() == 2, "a weight is read where it is"
+        for changed in (model, plain):
+            attention = changed.model.layers[0].self_attn
+            attention.o_proj.weight = torch.nn.Parameter(-attention.o_proj.weight.detach(), requires_grad=False)
+        assert num_same() == 1
+        for changed in (model, plain):
+            changed.set_attn_implementation("eager")
+        assert num_same() >= 0, "attention is transformers'"
+
+
+def test_an_observer_sees_every_layer(cases: Cases) -> None:
+    """And an engine that is stopped computes none."""
+    case, layers = cases["qwen3_moe"], []
+
+    class Observer:
+        wants_token_ids = False
+
+        def begin_iteration(self, info: Any) -> None: ...
+
+        def end_iteration(self, ok: bool) -> None: ...
+
+        def router_ran(self, layer: int, *_: Any) -> None:
+            layers.append(layer)
+
+    with loaded(case.store) as model:
+        generate(model, case.prompts[:1])
+        handle(model).engine.observer = Observer()
+        assert generate(model, case.prompts[:1]) == case.tokens[:1]
+        assert layers == [0, 1, 2] * len(case.tokens[0])
+
+
+def test_a_layer_whose_operations_depend_on_numbers_stays(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And stats say which operation it is."""
+    usual = Qwen3MoeSparseMoeBlock.forward
+
+    def torchs(self: Any, hidden_states: torch.Tensor) -> Any:
+        return usual(self, hidden_states.cumsum(-1).diff(dim=-1, prepend=hidden_states[..., :1] * 0))
+
+    def dependent(self: Any, hidden_states: torch.Tensor) -> Any:
+        return usual(self, hidden_states if hidden_states.sum().item() > 0 else hidden_states * 1)
+
+    more = {"cumsum", "diff", "sum", "item"}
+    monkeypatch.setattr(graphs, "_NAMES", graphs._NAMES | more)
+    case = cases["qwen3_moe"]
+    for changed, why in ((torchs, ""), (dependent, "aten._local_scalar_dense.default (3 layers)")):
+        monkeypatch.setattr(Qwen3MoeSparseMoeBlock, "forward", changed)
+        with loaded(case.store) as model, without_programs(case) as plain:
+            assert generate(model, case.prompts[:1]) == generate(plain, case.prompts[:1])
+            assert (num_run(model) > 0) == (not why)
+            assert expertly.stats(model).as_dict()["kernels"]["stopped"] == why
+
+
+def test_layers_are_freed_with_their_model(cases: Cases) -> None:
+    case = cases["qwen3_moe"]
+    with loaded(case.store) as model:
+        generate(model, case.prompts[:1])
+        assert num_run(model) > 0
+        layers = [weakref.ref(layer) for layer in model.model.layers]
+    del model
+    gc.collect()
+    assert all(layer() is None for layer in layers)
