@@ -157,7 +157,7 @@ def make_gguf(
     for name, shape in (more or {}).items():
         writer.add_tensor(name, (dice.standard_normal(shape) * 0.15).astype(np.float32))
     set_metadata(writer, architecture, {**usual, **(metadata or {})})
-    _write(writer)
+    write_file(writer)
     return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
@@ -244,11 +244,11 @@ def make_gpt_oss_gguf(path: Path, source: Path, words: Sequence[str] = (), **met
             writer.add_tensor(f"{stem}.weight", blocks(f"{experts}.{fused}", rows), raw_dtype=kind)
             bias = tensors[f"{experts}.{fused}_bias"][:, rows].float().numpy()
             writer.add_tensor(f"{stem}.bias", np.ascontiguousarray(bias))
-    _write(writer)
+    write_file(writer)
     return path
 
 
-def _write(writer: gguf.GGUFWriter) -> None:
+def write_file(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

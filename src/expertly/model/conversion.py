@@ -213,6 +213,10 @@ class Conversion:
             return f"config.json says {num_experts} experts"
         return f"config.json makes it ({'x'.join(map(str, self.shape(target)))}), and no tensor's name is like it"
 
+    def row_order(self, group: Group) -> torch.Tensor | None:
+        """Which rows of a group's tensors, one below another, are a parameter's, where that is not their order."""
+        return None
+
     def convert(
         self, group: Group, tensors: Tensors, target: str | None = None, is_one_row: bool = False
     ) -> torch.Tensor:

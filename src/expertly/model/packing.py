@@ -367,9 +367,10 @@ class Packing:
         return plan
 
     def _check_shape(self, refs: Mapping[str, TensorRef], expected: tuple[int, ...]) -> None:
-        """Of a dense tensor; GGUF's vectors may stand for a matrix of one row."""
+        """Of a dense tensor; GGUF's may have dimensions of 1 elsewhere."""
         for name, ref in refs.items():
-            if ref.shape != expected and not (self._checkpoint.gguf and (1, *ref.shape) == expected):
+            shapes = [[size for size in one if size != 1] for one in (ref.shape, expected)]
+            if ref.shape != expected and not (self._checkpoint.gguf and shapes[0] == shapes[1]):
                 label, source = self._checkpoint.label(name), "its metadata" if self._checkpoint.gguf else "config.json"
                 raise CheckpointError(f"{label}: shape {list(ref.shape)}, but {source} makes it {list(expected)}")
 
@@ -390,8 +391,9 @@ class Packing:
         refs = {pattern: self._checkpoint.tensors[group.sources[pattern][0]] for pattern in group.patterns}
         form: TiledFormat | None = None
         if self._checkpoint.gguf:
-            (ref,) = refs.values()
-            form = OF_GGUF_TYPE.get(ref.dtype)
+            types = {ref.dtype for ref in refs.values()}
+            are_rows = group.converter is None or self._conversion.row_order(group) is not None
+            form = OF_GGUF_TYPE.get(types.pop()) if are_rows and len(types) == 1 else None
         elif group.is_dequantized and group.is_stacked:
             form = self._conversion.tiled_format(self._kept)
         if form is None:
@@ -423,6 +425,8 @@ class Packing:
             form = self._conversion.tiled_format(kept)
             tensors = read_group(self._checkpoint, group, as_bytes=True)
             parts = parts_of(form, group, tensors, *self._conversion.shape(group.target))
+            order = self._conversion.row_order(group)
+            parts = parts if order is None else tuple(part[order.numpy()] for part in parts)
             for first in range(0, len(parts[0]), _PACKED_ROWS):
                 yield form.pack([part[first : first + _PACKED_ROWS] for part in parts]).reshape(-1)
             return
