@@ -119,6 +119,7 @@ class Simulator:
             run_layer(self.scheduler, prefetcher, router, self._use, prefetcher, routed)
         else:
             run_layer(self.scheduler, self.link, router, self._use, prefetcher, routed)
+        self.clock.now_ns = max(self.clock.now_ns, self.clock.busy_until_ns)
 
     def _use(self, spans: Sequence[Span]) -> None:
         ((layer, expert, _, num_segments, _),) = spans
@@ -128,7 +129,7 @@ class Simulator:
         free_ns[device] = end = begin + self._span_ns(layer, num_tokens, num_segments)
         clock.busy_until_ns = max(clock.busy_until_ns, end)
         is_last = self.scheduler.num_open <= num_segments and not self.scheduler.deferred
-        if is_last or len(free_ns) == 1:  # what follows may evict experts of this layer
+        if is_last or len(free_ns) == 1:  # what is prefetched next may evict experts of this layer
             clock.now_ns = clock.busy_until_ns
         if self._watcher is not None:
             self._watcher.computed(f"expert {expert}", layer, begin, end)
