@@ -58,13 +58,6 @@ class TiledFormat(Protocol):
     suffixes: tuple[str, ...]
     """Endings of the names of the tensors that are a matrix's parts."""
 
-    def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
-        """Whether a checkpoint with this `quantization_config` has experts in this format, which can be kept if the
-        model computes in `dtype`. `dtypes`: of its tensors by name, safetensors' names; empty where only the config is
-        known.
-        """
-        return False
-
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
         """The parts of a matrix from its tensors, in the order of `suffixes`. Raises CheckpointError for a value that
         is no number (NaN, infinity) or beyond the format.
@@ -178,6 +171,10 @@ class ExpertFormat:
         size = self.down.group
         nbytes = self._block_nbytes(layer.num_matrices, layer.hidden_size, layer.intermediate_size // size)
         return replace(layer, format=self.name, block_size=size, block_nbytes=nbytes)
+
+    def fits(self, layer: LayerGeometry) -> bool:
+        """Whether the layer's sizes are whole groups."""
+        return not (layer.hidden_size % self.inner.group or layer.intermediate_size % self.down.group)
 
     def pack(self, inner: Sequence[Sequence[Bytes]], down: Sequence[Bytes]) -> Iterator[Bytes]:
         """An expert's blocks [I / B, block_nbytes], some at a time, from the parts of its inner matrices [I, H] and of

@@ -22,16 +22,17 @@ from transformers.modeling_utils import str_to_torch_dtype
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from expertly.formats import FORMATS, GROUP_METHODS, expert_format, group_formats
+from expertly.formats import LAYOUTS, expert_format, layout_of
 from expertly.formats.gguf import OF_GGUF_TYPE
+from expertly.formats.layouts import Layout
 from expertly.formats.mxfp4 import MXFP4
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
-from expertly.model.dequantizer import BlockDequantizer, GroupDequantizer, extended
+from expertly.model.dequantizer import extended
 from expertly.model.structure import ExpertsSite, first_line, quiet
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
 
-QUANT_METHODS = ("fp8", "mxfp4", *GROUP_METHODS)
+QUANT_METHODS = (*LAYOUTS, MXFP4.name)
 """Quantisations that packing can undo, mxfp4 with transformers' operations, the others with our own code."""
 
 ACCEPTED = "must be BF16, F16, F32 or F64 (or quantised, with a quantization_config that transformers can undo)"
@@ -117,10 +118,8 @@ def make_quantizer(quantization: object, dtype: str) -> Any | None:
             "unquantised checkpoint of the model"
         )
     assert isinstance(quantization, dict)
-    if method in GROUP_METHODS:
-        return GroupDequantizer(group_formats(quantization, dtype))
-    if method == "fp8":
-        return BlockDequantizer(quantization)
+    if method in LAYOUTS:
+        return layout_of(quantization, dtype)
     try:
         with quiet():
             return AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
@@ -135,7 +134,7 @@ class Conversion:
     def __init__(self, model: PreTrainedModel, quantizer: Any | None = None) -> None:
         self._model = model
         self._quantizer = quantizer
-        if isinstance(quantizer, GroupDequantizer | BlockDequantizer):
+        if isinstance(quantizer, Layout):
             transforms = extended(conversion_mapping.get_model_conversion_mapping(model), quantizer)
         else:
             transforms = conversion_mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
@@ -144,10 +143,24 @@ class Conversion:
         self._of_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
         self.parameters = model.state_dict()
 
-    def tiled_format(self, name: str) -> TiledFormat:
-        """The format with this name, in the variant that reads this checkpoint's tensors."""
-        forms = self._quantizer.forms if isinstance(self._quantizer, GroupDequantizer) else ()
-        return next((one for one in forms if one.name == name), FORMATS[name])
+    def form_of(self, group: Group, checkpoint: Checkpoint) -> TiledFormat | None:
+        """The format that keeps the bytes of all a group's matrices; None where there is none, or they are changed."""
+        refs = {name: checkpoint.tensors[name] for name in (group.sources[pattern][0] for pattern in group.patterns)}
+        if not (group.is_dequantized and group.is_stacked) or all(ref.dtype in IS_FLOAT for ref in refs.values()):
+            return None
+        if not isinstance(self._quantizer, Layout):
+            return MXFP4 if all(name.endswith(MXFP4.suffixes) for name in refs) else None
+        matrices = self._quantizer.matrices(refs)
+        forms = {
+            self._quantizer.form_of(stem, {ending: (ref.dtype, ref.shape) for ending, ref in matrix.items()})
+            for stem, matrix in matrices.items()
+        }
+        return forms.pop() if len(forms) == 1 else None
+
+    @property
+    def must_keep(self) -> bool:
+        """Whether experts whose sizes are not whole tiles are refused rather than converted."""
+        return not isinstance(self._quantizer, Layout)
 
     def target(self, name: str) -> tuple[str, str | None]:
         """The (first) parameter that a checkpoint tensor makes, and the converter's pattern that it matches."""
@@ -161,7 +174,10 @@ class Conversion:
         """Groups by their (first) parameter, and the names that transformers would ignore."""
         groups: dict[str, Group] = {}
         unexpected = []
+        ignored = self._quantizer.ignored if isinstance(self._quantizer, Layout) else ()
         for name in sorted(names, key=core_model_loading.dot_natural_key):
+            if name.endswith(ignored):
+                continue
             target, pattern = self.target(name)
             if target not in self.parameters:
                 unexpected.append(name)
@@ -307,6 +323,13 @@ class ExpertsReader:
         self._whole: dict[str, torch.Tensor] = {}
 
     @property
+    def is_decoded(self) -> bool:
+        """Whether experts are quantised in the checkpoint, and not in the store."""
+        names = self.source_names
+        is_float = all(self._checkpoint.tensors[name].dtype in IS_FLOAT for name in names)
+        return self._format is None and self._rounding is None and not is_float
+
+    @property
     def source_names(self) -> set[str]:
         return {name for group in self._groups.values() for name in group.names}
 
@@ -360,9 +383,13 @@ class ExpertsReader:
         types = {target: {refs[name].dtype for name in group.names} for target, group in groups.items()}
         is_float = [each <= IS_FLOAT for each in types.values()]
         if not self._checkpoint.gguf:
-            is_kept = all(one.is_dequantized and one.is_stacked for one in groups.values()) and not any(is_float)
-            form = self._conversion.tiled_format(kept)
-            return ExpertFormat(form, form) if is_kept else None
+            names = zip(*map(self._site.expert_weight_names, range(self._site.geometry.num_experts)), strict=True)
+            forms = [{self._conversion.form_of(groups[name], self._checkpoint) for name in each} for each in names]
+            inner, down = (each.pop() if len(each) == 1 else None for each in forms)
+            if inner is None or down is None:
+                return None
+            form = ExpertFormat(inner, down)
+            return form if self._conversion.must_keep or form.fits(self._site.geometry) else None
         if all(is_float):
             return None
         for target, each in types.items():

@@ -15,10 +15,12 @@ import torch
 
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
+from expertly.core.units import format_nbytes
 from expertly.core.untrusted import check_model_files
 from expertly.data import demo_folder
 from expertly.formats import FORMATS, format_of, rounding_format
 from expertly.formats.gguf import OF_GGUF_TYPE
+from expertly.formats.layouts import Layout
 from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat
 from expertly.model.conversion import (
     ACCEPTED,
@@ -31,7 +33,7 @@ from expertly.model.conversion import (
     read_group,
     to_bytes,
 )
-from expertly.model.dequantizer import BlockDequantizer, GroupDequantizer
+from expertly.model.dequantizer import check_matrices
 from expertly.model.gguf import GgufConversion, config_of, extras_of, kept_formats, open_checkpoint
 from expertly.model.hub import download, split_name
 from expertly.model.quantisations import is_named
@@ -131,6 +133,7 @@ class Weights:
     dtype: str
     format: str = ""
     rounded_to: str = ""  # the format, as --quantize calls it
+    is_named: bool = False  # whether somebody asked for the dtype
 
 
 def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None = None) -> Weights:
@@ -148,11 +151,11 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
             )
         return Weights(default_dtype(checkpoint), form, quantize)
     if dtype is not None:
-        return Weights(check_store_dtype(dtype))
+        return Weights(check_store_dtype(dtype), is_named=True)
     computed = default_dtype(checkpoint)
-    dtypes = {name: ref.dtype for name, ref in checkpoint.tensors.items()}
+    headers = {name: (ref.dtype, ref.shape) for name, ref in checkpoint.tensors.items()}
     with _named(checkpoint):
-        form = kept_formats(checkpoint) or format_of(checkpoint.config.get("quantization_config"), dtypes, computed)
+        form = kept_formats(checkpoint) or format_of(checkpoint.config.get("quantization_config"), headers, computed)
     return Weights(computed, form)
 
 
@@ -282,8 +285,8 @@ class Packing:
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         with _named(checkpoint):
             quantizer = make_quantizer(checkpoint.config.get("quantization_config"), dtype)
-            if isinstance(quantizer, GroupDequantizer | BlockDequantizer):
-                quantizer.check(checkpoint.tensors)
+            if isinstance(quantizer, Layout):
+                check_matrices(quantizer, checkpoint.tensors)
         model = build_meta_model(config_of(checkpoint), self._torch_dtype)
         self._plain = self._conversion = Conversion(model)
         if checkpoint.gguf:
@@ -297,7 +300,7 @@ class Packing:
         expert_names = set().union(*(reader.source_names for reader in self._readers))
         self._check_unexpected()
         self._kept, self._model = kept, model
-        self.dense_formats: dict[str, str] = {}
+        self._dense_forms: dict[str, TiledFormat] = {}
         """Of layers beside the experts that keep their bytes, by module path."""
         self._dense = self._plan_dense([one for one in groups.values() if expert_names.isdisjoint(one.names)])
         missing = self._conversion.missing(groups)
@@ -306,6 +309,10 @@ class Packing:
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             raise CheckpointError(f"{checkpoint.folder}: no tensor for {missing[0]}{more}: {why}")
         self.layers = tuple(reader.geometry for reader in self._readers)
+
+    @property
+    def dense_formats(self) -> dict[str, str]:
+        return {path: form.name for path, form in self._dense_forms.items()}
 
     def dense_by_format(self, *, is_decoded: bool = False) -> dict[str, int]:
         specs = {spec.name: spec for spec in self._dense}
@@ -325,6 +332,7 @@ class Packing:
             stamp=checkpoint.stamp,
             dense_formats=self.dense_formats,
         )
+        self._say_what_is_converted()
         with StoreWriter(folder, plan, tuple(self._dense), progress) as writer:
             store = writer.finished_store()
             if store is not None:
@@ -340,6 +348,22 @@ class Packing:
                 raise CheckpointError(f"{checkpoint.folder}: its weights changed while they were packed; pack again")
             return writer.finish()
 
+    def _say_what_is_converted(self) -> None:
+        """One line where nobody asked for the dtype of quantised experts, which makes them larger."""
+        readers = [reader for reader in self._readers if reader.is_decoded]
+        if self._weights.is_named or not readers:
+            return
+        sizes = [reader.geometry.nbytes for reader in readers]
+        stored = sum(self._checkpoint.tensors[name].nbytes for reader in readers for name in reader.source_names)
+        logging.getLogger("expertly").warning(
+            "%s: quantised experts of %d layers are decoded, as no format here keeps their bytes: %s in %s for %s",
+            self._checkpoint.folder,
+            len(readers),
+            format_nbytes(sum(sizes)),
+            self._weights.dtype,
+            format_nbytes(stored),
+        )
+
     def _plan_dense(self, groups: list[Group]) -> dict[TensorSpec, Group | None]:
         """What to write: a stored tensor as it is under its name (None), or a group's dequantised parameter."""
         plan: dict[TensorSpec, Group | None] = {}
@@ -349,7 +373,7 @@ class Packing:
             form = self._kept_form(group)
             if form is not None:
                 path = group.target.removesuffix(".weight")
-                self.dense_formats[path] = form.name
+                self._dense_forms[path] = form
                 shape = expected[0] // TILE_OUTPUTS, form.block_nbytes_of(*expected)
                 plan[TensorSpec(tiles_name(path), "U8", shape)] = group
                 continue
@@ -394,8 +418,8 @@ class Packing:
             types = {ref.dtype for ref in refs.values()}
             are_rows = group.converter is None or self._conversion.row_order(group) is not None
             form = OF_GGUF_TYPE.get(types.pop()) if are_rows and len(types) == 1 else None
-        elif group.is_dequantized and group.is_stacked:
-            form = self._conversion.tiled_format(self._kept)
+        else:
+            form = self._conversion.form_of(group, self._checkpoint)
         if form is None:
             return None
         rows, columns = self._conversion.shape(group.target)
@@ -420,9 +444,8 @@ class Packing:
         if group is None:
             yield from self._checkpoint.read_chunks(spec.name)
             return
-        kept = self.dense_formats.get(group.target.removesuffix(".weight"))
-        if kept is not None:
-            form = self._conversion.tiled_format(kept)
+        form = self._dense_forms.get(group.target.removesuffix(".weight"))
+        if form is not None:
             tensors = read_group(self._checkpoint, group, as_bytes=True)
             parts = parts_of(form, group, tensors, *self._conversion.shape(group.target))
             order = self._conversion.row_order(group)
