@@ -1,4 +1,4 @@
-"""Checkpoints in the schemes of compressed-tensors, made by its compressors, and what its decompression makes of them."""
+"""Checkpoints in the schemes of compressed-tensors, made by its compressors, and decoded by them."""
 
 from __future__ import annotations
 

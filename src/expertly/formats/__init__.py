@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -17,8 +17,9 @@ from expertly.core.geometry import LayerGeometry
 from expertly.formats.compressed import PACK_QUANTIZED, CompressedLayout, ModelOptLayout
 from expertly.formats.fp8 import FP8, Fp8Layout
 from expertly.formats.gguf import GGUF_FORMATS, Q4_0, Q8_0
-from expertly.formats.gptq import AWQ, AwqLayout, GptqLayout
+from expertly.formats.gptq import AWQ, AwqLayout, GptqLayout, auto_round
 from expertly.formats.layouts import Header, Layout, is_plain
+from expertly.formats.mlx import MlxLayout
 from expertly.formats.mxfp4 import MXFP4
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 
@@ -58,14 +59,16 @@ def check_format(layer: LayerGeometry) -> None:
         )
 
 
-LAYOUTS: dict[str, type[Layout]] = {
+LAYOUTS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
     "fp8": Fp8Layout,
     "compressed-tensors": CompressedLayout,
     "modelopt": ModelOptLayout,
     "gptq": GptqLayout,
     "awq": AwqLayout,
+    "auto-round": auto_round,
+    "mlx": MlxLayout,
 }
-"""By `quant_method` of `quantization_config`."""
+"""By `quant_method` of `quantization_config`; of MLX, which has none, "mlx"."""
 
 
 def layout_of(quantization: Mapping[str, Any], dtype: str) -> Layout:

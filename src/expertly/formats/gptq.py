@@ -255,6 +255,28 @@ def _rules_of(dynamic: object) -> list[tuple[re.Pattern[str], dict[str, Any]]]:
     return rules
 
 
+_PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round": "gptq_v2"}
+
+
+def auto_round(quantization: Mapping[str, Any], dtype: str) -> Layout:
+    """The layout of auto-round, which is GPTQ's or AWQ's. `extra_config` has what is said of single layers."""
+    packing, awq = quantization.get("packing_format"), "auto_round:auto_awq"
+    check_field(quantization, "packing_format", (*_PACKINGS, awq), WHERE)
+    check_field({"data_type": "int", **quantization}, "data_type", ("int",), WHERE)
+    of_layers = quantization.get("extra_config") or {}
+    check_field({"extra_config": type(of_layers)}, "extra_config", (dict,), WHERE)
+    rules = {}
+    for name, fields in of_layers.items():
+        is_left = isinstance(fields, dict) and fields.get("bits", 4) == 16
+        pattern = name if re.search(r"[*\[(^$]", name) else f"{re.escape(name)}$"
+        rules[f"{'-' if is_left else '+'}:{pattern}"] = fields
+    if packing == awq:
+        if changed := [name for name in rules if name.startswith("+")]:
+            raise UnsupportedModelError(f"{WHERE}.extra_config[{changed[0][2:]!r:.80}]: accepted with {awq}: 16 bits")
+        return AwqLayout({**quantization, "version": "gemm"}, dtype)
+    return GptqLayout({**quantization, "checkpoint_format": _PACKINGS[str(packing)], "dynamic": rules}, dtype)
+
+
 class AwqLayout(_HalfLayout):
     suffixes = (_WORDS, _SCALES, _ZEROS)
 

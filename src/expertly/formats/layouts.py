@@ -39,6 +39,8 @@ class Layout:
     """Endings of all tensors that matrices may have, in the order in which `weight` gets them."""
     fused: tuple[str, ...] = ()
     """The same of stacked experts, [E, ...], whose names lack ".weight"."""
+    stacked: Mapping[str, Sequence[str]] = {}
+    """Endings of parameters of experts, [E, rows, columns], and of the stacked matrices whose rows they have."""
     renamed: Mapping[str, str] = {}
     """Other endings that checkpoints have for `suffixes`."""
     ignored: tuple[str, ...] = ACTIVATIONS

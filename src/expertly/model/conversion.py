@@ -150,11 +150,9 @@ class Conversion:
             return None
         if not isinstance(self._quantizer, Layout):
             return MXFP4 if all(name.endswith(MXFP4.suffixes) for name in refs) else None
-        matrices = self._quantizer.matrices(refs)
-        forms = {
-            self._quantizer.form_of(stem, {ending: (ref.dtype, ref.shape) for ending, ref in matrix.items()})
-            for stem, matrix in matrices.items()
-        }
+        is_of_all = len(self.shape(group.target)) == 3 and not group.is_per_expert  # experts in one tensor
+        headers = {name: (ref.dtype, ref.shape[is_of_all:]) for name, ref in refs.items()}
+        forms = {self._quantizer.form_of(stem, each) for stem, each in self._quantizer.matrices(headers).items()}
         return forms.pop() if len(forms) == 1 else None
 
     @property

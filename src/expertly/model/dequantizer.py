@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter, WeightRenaming
 
 from expertly.core.errors import CheckpointError
 from expertly.formats.layouts import Layout
@@ -43,6 +43,9 @@ def extended(transforms: Sequence[Any], layout: Layout) -> list[Any]:
         copy.scope_prefix = getattr(transform, "scope_prefix", None)
         copy.base_model_prefix = getattr(transform, "base_model_prefix", None)
         made.append(copy)
+    for target, stems in layout.stacked.items():
+        names = [_ending(stem + ending) for stem in stems for ending in layout.suffixes]
+        made.append(WeightConverter(names, target, [Dequantize(layout), Concatenate(dim=1)]))
     for last, suffixes in ((_WEIGHT, layout.suffixes), (_FUSED, layout.fused)):
         if suffixes:
             made.append(WeightConverter(list(map(_ending, suffixes)), last, [Dequantize(layout, is_alone=True)]))

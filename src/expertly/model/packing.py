@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from expertly.core.errors import CheckpointError, ConfigError
+from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.core.headers import TensorSpec
 from expertly.core.units import format_nbytes
-from expertly.core.untrusted import check_model_files
+from expertly.core.untrusted import CONFIG, check_model_files, read_json_object
 from expertly.data import demo_folder
 from expertly.formats import FORMATS, format_of, rounding_format
 from expertly.formats.gguf import OF_GGUF_TYPE
@@ -123,7 +124,36 @@ def _open_checkpoint(path: Path) -> Checkpoint:
             "first (PEFT's merge_and_unload)",
             path / _ADAPTER_NAME,
         )
-    return open_checkpoint(path)
+    checkpoint = open_checkpoint(path)
+    quantization = _quantization_of(checkpoint)
+    return replace(checkpoint, config={**checkpoint.config, **quantization}) if quantization else checkpoint
+
+
+_QUANTIZATION = "quantization_config"
+
+_MLX = "quantization"
+
+_OF_MLX = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Families whose weights mlx-lm stores as transformers does, but for their quantisation and stacked experts."""
+
+_MODELOPT_NAME = "hf_quant_config.json"
+
+
+def _quantization_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """`quantization_config`, where others have it: MLX a field of another name, modelopt a file."""
+    path, fields = checkpoint.folder / _MODELOPT_NAME, checkpoint.config.get(_MLX)
+    if isinstance(fields, dict) and not checkpoint.gguf:
+        model_type = str(checkpoint.config.get("model_type"))
+        if model_type not in _OF_MLX:
+            raise UnsupportedModelError(
+                f"{checkpoint.folder / 'config.json'}: {_MLX}: MLX changes more than names in a {model_type}; accepted "
+                f"of MLX: {', '.join(_OF_MLX)}; or a checkpoint in transformers' layout"
+            )
+        return {_QUANTIZATION: {**fields, "quant_method": "mlx"}}
+    if checkpoint.config.get(_QUANTIZATION) or not path.is_file():
+        return {}
+    fields = read_json_object(path, CheckpointError, CONFIG).get("quantization")
+    return {_QUANTIZATION: {"quant_method": "modelopt", **fields}} if isinstance(fields, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +370,7 @@ class Packing:
             for layer, reader in enumerate(self._readers):
                 writer.write_layer(layer, reader.experts(self._torch_dtype))
             writer.write_dense(chunk for spec in self._dense for chunk in self._dense_chunks(spec))
-            config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+            config = {key: value for key, value in checkpoint.config.items() if key not in (_QUANTIZATION, _MLX)}
             writer.write_file("config.json", (json.dumps(config, indent=2) + "\n").encode())
             with extras_of(checkpoint) as extras:
                 writer.copy_extras(extras)
