@@ -106,6 +106,7 @@ COMPRESSED: dict[str, tuple[tuple[dict[str, Any], ...], str, str]] = {
 
 RUN = (
     "fp8 a channel",
+    "fp8 a channel",
     "fp8 a tensor",
     "int4 a channel, asymmetric",
     "int4 g64",
