@@ -149,8 +149,12 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 Quantization = dict[str, Any] | None
 
 
-def changed(folder: Path, make: Any, quantization: Quantization, dtype: torch.dtype = F32) -> tuple[Path, Path]:
-    """qwen3_moe with what `make` makes of linear layers, tensors by ending and a decoded one; and the decoded model."""
+def changed(
+    folder: Path, make: Any, quantization: Quantization, dtype: torch.dtype = F32, by_name: bool = False
+) -> tuple[Path, Path]:
+    """qwen3_moe with what `make` (`by_name`: `make(name)`) makes of linear layers, tensors by ending and a decoded one;
+    and the decoded model.
+    """
     source = folder.with_name(f"{folder.name}-source")
     make_model(in_groups(128), dtype=dtype).save_pretrained(source)
     tensors, decoded = {}, {}
@@ -158,7 +162,7 @@ def changed(folder: Path, make: Any, quantization: Quantization, dtype: torch.dt
         decoded[name] = tensors[name] = tensor
         if name.endswith("_proj.weight"):
             stem = name.removesuffix(".weight")
-            made, decoded[name] = make(tensor.float() * (64 / tensor.shape[1]) ** 0.5)
+            made, decoded[name] = (make(name) if by_name else make)(tensor.float() * (64 / tensor.shape[1]) ** 0.5)
             decoded[name] = decoded[name].to(dtype)
             del tensors[name]
             tensors |= {stem + ending: part for ending, part in made.items()}
@@ -399,3 +403,102 @@ def test_auto_round(name: str, tmp_path: Path) -> None:
     assert dense[0].keys() == dense[1].keys() and all(torch.equal(dense[0][key], dense[1][key]) for key in dense[0])
     set_config(source, quantization_config=quantization | {"packing_format": "auto_round:fp8"})
     refused(source, CheckpointError, r"packing_format='auto_round:fp8': must be 'auto_round:auto_gptq' or ")
+
+
+# -- GPTQ and inputs in another order ----------------------------------------------------------------------------------
+
+
+def gptq(weight: torch.Tensor, bits: int, size: int, sym: bool = True) -> Any:
+    """As GPTQModel packs it: words along inputs, zero points less one; computed in float16."""
+    size = weight.shape[1] if size == -1 else size
+    groups, most, middle = weight.unflatten(1, (-1, size)), 2**bits - 1, 2 ** (bits - 1)
+    scales = (groups.abs().amax(2) / (middle - 0.5)).half()
+    points = torch.full(scales.shape, middle)
+    if not sym:
+        points += torch.randint(-2, 3, scales.shape, generator=torch.Generator().manual_seed(1))
+    codes = (groups / scales.float().unsqueeze(2) + points.unsqueeze(2)).round().clamp(0, most)
+    decoded = (codes - points.unsqueeze(2)).half() * scales.unsqueeze(2)
+    words = _words(codes.flatten(1).T, bits, 0), scales.T, _words(points.T - 1, bits, 1)
+    order = (torch.arange(weight.shape[1]) // size).int()
+    return dict(zip((".qweight", ".scales", ".qzeros", ".g_idx"), (*words, order), strict=True)), decoded.flatten(1)
+
+
+def _words(numbers: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """32 / bits neighbours along `dim` to a word, the first in the lowest bits."""
+    shifts = torch.arange(0, 32, bits)
+    apart = numbers.long().movedim(dim, -1).unflatten(-1, (-1, len(shifts)))
+    return (apart << shifts).sum(-1).to(torch.int32).movedim(-1, dim)
+
+
+GPTQ: dict[str, tuple[dict[str, Any], str]] = {
+    "8 bits": ({"bits": 8, "group_size": 128}, "float16"),
+    "g64": ({"bits": 4, "group_size": 64}, "int4_g32_f16"),
+    "a row": ({"bits": 4, "group_size": -1}, "int4_g128_f16"),
+    "asymmetric, a row": ({"bits": 4, "group_size": -1, "sym": False}, "int4_g128_zeros_f16"),
+    "g16": ({"bits": 4, "group_size": 16}, "float16"),
+}
+
+
+@pytest.mark.parametrize("name", GPTQ)
+def test_gptq(name: str, tmp_path: Path) -> None:
+    fields, stored_as = GPTQ[name]
+    make = partial(gptq, bits=fields["bits"], size=fields["group_size"], sym=fields.get("sym", True))
+    source, plain = changed(tmp_path / "model", make, {"quant_method": "gptq", "desc_act": False, **fields}, F16)
+    store = pack(source, tmp_path / "store")
+    assert store.manifest.stored_as == stored_as
+    assert_holds_what_transformers_loads(store, source, load_reference(plain))
+
+
+def test_gptq_of_other_bits_and_groups_by_layer(tmp_path: Path) -> None:
+    """GPTQModel's `dynamic`: experts in groups of 64, attention in 8 bits, some layers not quantised."""
+    rules = {
+        r"+:.*\.self_attn\.": {"bits": 8, "group_size": 32},
+        r"+:.*\.gate_proj$": {"group_size": 64, "sym": False},
+        r"-:.*layers\.0\.self_attn\.q_proj": {},
+    }
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": rules}
+
+    def make(name: str) -> Any:
+        if "layers.0.self_attn.q_proj" in name:
+            return lambda weight: ({".weight": weight.half()}, weight.half())
+        if "self_attn" in name:
+            return partial(gptq, bits=8, size=32)
+        return partial(gptq, bits=4, size=64, sym=False) if "gate_proj" in name else partial(gptq, bits=4, size=128)
+
+    source, plain = changed(tmp_path / "model", make, quantization, F16, by_name=True)
+    store = pack(source, tmp_path / "store")
+    assert_holds_what_transformers_loads(store, source, load_reference(plain))
+    set_config(plain, dtype="float32")
+    assert_runs(pack(source, tmp_path / "wide", "float32").folder, plain)
+
+
+def test_inputs_in_another_order_than_their_groups(tmp_path: Path) -> None:
+    """`actorder` "group" of compressed-tensors, which 0.20 no longer reads: input i has the scale of group g_idx[i]."""
+    scheme = {**INT4, "strategy": "group", "group_size": 32, "symmetric": False}
+    source, plain = make_compressed(tmp_path / "model", F32, scheme)
+    tensors, decoded = read_tensors(source), read_tensors(plain)
+    dice = torch.Generator().manual_seed(3)
+    for name in [name for name in tensors if name.endswith(".weight_packed")]:
+        stem = name.removesuffix(".weight_packed")
+        columns = int(tensors[f"{stem}.weight_shape"][1])
+        order = torch.randperm(columns, generator=dice)
+        nibbles = tensors[name].view(torch.uint8)
+        codes = torch.stack((nibbles & 15, nibbles >> 4), -1).flatten(1)[:, order]
+        tensors[name] = (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)
+        tensors[f"{stem}.weight_g_idx"] = (order // 32).int()
+        decoded[f"{stem}.weight"] = decoded[f"{stem}.weight"][:, order]
+    config = json.loads((source / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    source = write_checkpoint(tmp_path / "moved", tensors, source, quantization_config=config)
+    plain = write_checkpoint(tmp_path / "decoded", decoded, plain)
+    store = pack(source, tmp_path / "store")
+    assert_holds_what_transformers_loads(store, source, load_reference(plain))
+    assert_runs(store.folder, plain)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "torchao", "quark"])
+def test_others_are_refused_for_what_they_are(method: str, tmp_path: Path) -> None:
+    source = make_fused_checkpoint("qwen3_moe", tmp_path / "model")
+    set_config(source, quantization_config={"quant_method": method, "bits": 4})
+    for dtype in (None, "bfloat16"):
+        refused(source, CheckpointError, rf"quant_method='{method}' \(.+\): packing cannot undo it, .*supported", dtype)
