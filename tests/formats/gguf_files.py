@@ -52,6 +52,9 @@ def gguf_blocks(type_name: str, shape: tuple[int, ...], dice: np.random.Generato
     """Random bytes [..., rows, blocks * nbytes] of a GGUF type whose weights are about `std` large; its python package
     quantises few.
     """
+    if type_name == "BF16":
+        weights = dice.standard_normal(shape).astype(np.float32) * std
+        return gguf.quants.quantize(weights, gguf.GGMLQuantizationType[type_name])
     size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
     blocks = dice.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
     if type_name == "MXFP4":

@@ -110,6 +110,23 @@ def test_a_named_dtype_converts_as_transformers_does(tmp_path: Path, monkeypatch
         assert generate(model, prompts) == generate(load_gguf(path, torch.bfloat16), prompts)
 
 
+@pytest.mark.parametrize(("experts", "dtype"), [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32")])
+def test_experts_that_are_not_quantised_keep_their_dtype(
+    experts: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is beside them: the store has the experts' bytes, and the tokens are transformers' in that dtype."""
+    monkeypatch.setenv(VARIABLE, "torch")
+    path = make_gguf(tmp_path / "model.gguf", experts, dense="Q8_0", **SMALL)
+    store = pack(path, tmp_path / "store")
+    assert (store.manifest.stored_as, store.manifest.dtype) == (dtype, dtype)
+    files = open_checkpoint(path)
+    of_file = sum(ref.nbytes for name, ref in files.tensors.items() if name.endswith("_exps.weight"))
+    assert store.experts_nbytes == of_file and needs_of(str(path)).dtype == dtype
+    prompts = make_prompts(1, length=14)
+    with loaded(store.folder, memory="50%") as model:
+        assert generate(model, prompts) == generate(load_gguf(path, getattr(torch, dtype)), prompts)
+
+
 def test_split_files_are_one_model(tmp_path: Path) -> None:
     whole = make_gguf(tmp_path / "whole.gguf", **SMALL)
     first = make_gguf(tmp_path / "model.gguf", split=14, **SMALL)

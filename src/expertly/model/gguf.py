@@ -40,10 +40,21 @@ def config_of(checkpoint: Checkpoint) -> Path | PreTrainedConfig:
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
+_BESIDE_MODELS = {
+    "mmproj": "an encoder of images or sound for a model, which is not used here",
+    "imatrix": "an importance matrix, by which a model was quantised",
+    "adapter": "an adapter (LoRA) for a model; merge it into that first (llama-export-lora)",
+}
+"""Values of general.type, and what such a file is."""
+
+
 def _open_gguf(path: Path) -> Checkpoint:
     files = GgufFiles.open(path)
     path = files.path
-    architecture = files.metadata.get("general.architecture")
+    architecture, kind = (files.metadata.get(f"general.{key}") for key in ("architecture", "type"))
+    kind = "mmproj" if architecture == "clip" else kind
+    if isinstance(kind, str) and kind in _BESIDE_MODELS:
+        raise UnsupportedModelError(f"{path}: general.type={kind!r}: {_BESIDE_MODELS[kind]}; give the model's own file")
     known = known_architectures()
     if not isinstance(architecture, str) or architecture not in known:
         raise UnsupportedModelError(

@@ -41,7 +41,7 @@ from expertly.model.quantisations import is_named
 from expertly.model.structure import build_meta_model, find_experts
 from expertly.model.tiled import can_be_tiled
 from expertly.store.cache import entry_folder, list_entries, make_room, make_room_for_this_version, stores_folder
-from expertly.store.checkpoint import Bytes, Checkpoint, TensorRef
+from expertly.store.checkpoint import ADAPTER_NAME, Bytes, Checkpoint, TensorRef
 from expertly.store.gguf import SUFFIX
 from expertly.store.manifest import (
     IS_FLOAT,
@@ -56,8 +56,6 @@ from expertly.store.packed import PackedStore, dense_by_format, is_packed_store,
 from expertly.store.writer import Progress, StoreWriter
 
 DEMO_NAME = "demo"
-
-_ADAPTER_NAME = "adapter_config.json"
 
 _PACKED_ROWS = 1024
 """Of a dense matrix at a time."""
@@ -118,13 +116,13 @@ def _open_checkpoint(path: Path) -> Checkpoint:
     """Also refuses small files that transformers must not open, and says what is left out."""
     if path.is_dir():
         check_model_files(path, CheckpointError)
-    if (path / _ADAPTER_NAME).exists():
+    checkpoint = open_checkpoint(path)
+    if (path / ADAPTER_NAME).exists():
         logging.getLogger("expertly").warning(
             "%s: an adapter (LoRA) is not applied: texts are those of the model without it; merge it into the weights "
             "first (PEFT's merge_and_unload)",
-            path / _ADAPTER_NAME,
+            path / ADAPTER_NAME,
         )
-    checkpoint = open_checkpoint(path)
     quantization = _quantization_of(checkpoint)
     return replace(checkpoint, config={**checkpoint.config, **quantization}) if quantization else checkpoint
 
@@ -237,9 +235,11 @@ def local_folder(model: str | Path | None) -> Path | None:
 
 
 def default_dtype(checkpoint: Checkpoint) -> str:
-    """The config's dtype, else that of most bytes; float32 of a quantised GGUF file. Raises CheckpointError."""
+    """The config's dtype, else that of most bytes that are not quantised; float32 where a GGUF file quantises experts.
+    Raises CheckpointError.
+    """
     config = checkpoint.config
-    if checkpoint.gguf and not all(ref.dtype in IS_FLOAT for ref in checkpoint.tensors.values()):
+    if kept_formats(checkpoint):
         return "float32"  # transformers' own for a GGUF file, whose weights decode to it
     text = config.get("text_config")
     parts = (config, text if isinstance(text, dict) else {})
