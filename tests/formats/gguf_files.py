@@ -89,11 +89,12 @@ def make_gguf(
     others: Mapping[str, str | None] | None = None,
     metadata: Mapping[str, Any] | None = None,
     more: Mapping[str, tuple[int, ...]] | None = None,
+    std: float = 0.15,
 ) -> Path:
     """A tiny model as llama.cpp has it, its experts in GGUF types, those of down of the last layer in `down`. `split`:
     tensors of a file, whose first is returned. `words`: of its vocabulary. `others`: types of single tensors, None for
     those that are missing. `metadata`: see `set_metadata`. `more`: further tensors by name, of float32, and their
-    shapes.
+    shapes. `std`: of experts' weights, about.
     """
     kinds = gguf.GGMLQuantizationType
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,9 +155,9 @@ def make_gguf(
         if is_minimax:
             add(f"{blk}.exp_probs_b.bias", (NUM_EXPERTS,), std=0.3)
         of_down = down if down is not None and layer == 2 else inner
-        add(f"{blk}.ffn_gate_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner)
-        add(f"{blk}.ffn_up_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner)
-        add(f"{blk}.ffn_down_exps.weight", (NUM_EXPERTS, hidden, intermediate), of_down)
+        add(f"{blk}.ffn_gate_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner, std)
+        add(f"{blk}.ffn_up_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner, std)
+        add(f"{blk}.ffn_down_exps.weight", (NUM_EXPERTS, hidden, intermediate), of_down, std)
     for name, shape in (more or {}).items():
         writer.add_tensor(name, (dice.standard_normal(shape) * 0.15).astype(np.float32))
     set_metadata(writer, architecture, {**usual, **(metadata or {})})

@@ -85,11 +85,11 @@ MATRICES: dict[str, Callable[[torch.Generator, int, int], Matrix]] = {
 @lru_cache(maxsize=4)  # what several tests ask one after the other
 def made(form: ExpertFormat, width: int, hidden: int, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An expert's blocks, and its weights [I, M, H]; sizes are in groups."""
-    group = form.inner.group
+    forms = [*form.inner(num_matrices), form.down]
+    group = max(one.group for one in forms[:-1])
     width, hidden = width * form.down.group, min(hidden, MOST_HIDDEN // group) * group
     dice = torch.Generator().manual_seed(width)
     shapes = [(width, hidden)] * (num_matrices - 1) + [(hidden, width)]
-    forms = [form.inner] * (num_matrices - 1) + [form.down]
     matrices = [MATRICES[one.name](dice, *shape) for one, shape in zip(forms, shapes, strict=True)]
     *inner, down = (
         one.parts_of(tensors, *shape) for one, (tensors, _), shape in zip(forms, matrices, shapes, strict=True)

@@ -38,12 +38,13 @@ def rounding_format(name: object) -> RoundingFormat:
 
 @cache
 def expert_format(name: str) -> ExpertFormat:
-    """The format with a name in FORMATS, or two names with a plus: of gate and up, then of down. Raises ConfigError."""
-    inner, _, down = name.partition("+")
-    for one in (inner, down or inner):
-        if one not in FORMATS:
-            raise ConfigError(f"format={name!r:.80}: unknown; accepted: {', '.join(FORMATS)}")
-    return ExpertFormat(FORMATS[inner], FORMATS[down or inner])
+    """The format with a name in FORMATS, or names with a plus between: of gate and up, then of down; or of all three.
+    Raises ConfigError.
+    """
+    names = name.split("+")
+    if len(names) > 3 or not set(names) <= FORMATS.keys():
+        raise ConfigError(f"format={name!r:.80}: unknown; accepted: {', '.join(FORMATS)}")
+    return ExpertFormat(FORMATS[names[0]], FORMATS[names[len(names) // 3]], FORMATS[names[-1]])
 
 
 def check_format(layer: LayerGeometry) -> None:

@@ -8,6 +8,7 @@ E experts, H hidden, I intermediate, M matrices of an expert.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import re
 from collections import Counter
@@ -387,11 +388,13 @@ class ExpertsReader:
 
     def _kept(self, form: ExpertFormat, expert: int) -> Iterator[Bytes]:
         first, second = self._site.expert_weight_names(expert)
-        fused = self._parts(form.inner, first, expert)
-        is_apart = len(form.inner.matrices(self._groups[first].patterns, first)) == 2
-        rows = self._inner_rows(len(fused[0]), is_apart or self._site.is_concatenated)
-        inner = [tuple(part[some] for part in fused) for some in rows]
-        return form.pack(inner, self._parts(form.down, second, expert))
+        inner = self._parts(form.inner(self.geometry.num_matrices), first, expert)
+        if len(inner) == 1:  # of gate and up, or there is no gate
+            (fused,) = inner
+            rows = self._inner_rows(len(fused[0]), self._site.is_concatenated)
+            inner = [tuple(part[some] for part in fused) for some in rows]
+        (down,) = self._parts((form.down,), second, expert)
+        return form.pack(inner, down)
 
     def _format_of(self, kept: str) -> ExpertFormat | None:
         """The checkpoint's format, if transformers does nothing with its experts but dequantise them; else None."""
@@ -404,18 +407,19 @@ class ExpertsReader:
             inner, down = (each.pop() if len(each) == 1 else None for each in forms)
             if inner is None or down is None:
                 return None
-            form = ExpertFormat(inner, down)
+            form = ExpertFormat(inner, inner, down)
             return form if self._conversion.must_keep or form.fits(self._site.geometry) else None
         if all(is_float):
             return None
-        for target, each in types.items():
-            if len(each) > 1 or not each <= set(OF_GGUF_TYPE):
+        for name in (name for group in groups.values() for name in group.names):
+            if refs[name].dtype not in OF_GGUF_TYPE:
                 raise CheckpointError(
-                    f"{self._checkpoint.folder}: {', '.join(groups[target].names)}: in {', '.join(sorted(each))}; "
-                    f"accepted: one of {', '.join(OF_GGUF_TYPE)}; or name a dtype, which undoes it"
+                    f"{self._checkpoint.folder}: {name}: in {refs[name].dtype}; accepted beside quantised matrices of "
+                    f"its layer: {', '.join(OF_GGUF_TYPE)}; or name a dtype, which undoes it"
                 )
-        inner, down = (OF_GGUF_TYPE[types[name].pop()] for name in self._site.expert_weight_names(0))
-        return ExpertFormat(inner, down)
+        of_inner, of_down = (groups[target] for target in self._site.expert_weight_names(0))
+        gate, *_, up = 2 * [OF_GGUF_TYPE[refs[of_inner.sources[one][0]].dtype] for one in of_inner.patterns]
+        return ExpertFormat(gate, up, OF_GGUF_TYPE[refs[of_down.names[0]].dtype])
 
     def _rounded(self, form: RoundingFormat, expert: int, dtype: torch.dtype) -> Iterator[Bytes]:
         """The blocks of an expert with each weight rounded to a number of the format."""
@@ -434,10 +438,10 @@ class ExpertsReader:
 
         return expert_format(form.name).pack([parts(matrix) for matrix in inner], parts(down.T))
 
-    def _parts(self, form: TiledFormat, target: str, expert: int) -> tuple[Bytes, ...]:
+    def _parts(self, forms: Sequence[TiledFormat], target: str, expert: int) -> list[tuple[Bytes, ...]]:
         group = self._groups[target]
         tensors = read_group(self._checkpoint, group, expert, as_bytes=True)
-        return parts_of(form, group, tensors, *self._rows_and_columns(target), expert=expert)
+        return parts_of(forms, group, tensors, *self._rows_and_columns(target), expert=expert)
 
     def _rows_and_columns(self, target: str) -> tuple[int, int]:
         rows, columns = self._conversion.shape(target)[-2:]
@@ -478,15 +482,19 @@ class ExpertsReader:
             if problem:
                 raise CheckpointError(f"{folder}: {self._site.name}{problem}")
             self._check_alike(names, group)
-        form: TiledFormat | None = None
+        forms: Sequence[TiledFormat] = ()
         if self._format is not None:
-            form = self._format.down if target == self._site.expert_weight_names(0)[1] else self._format.inner
+            is_down = target == self._site.expert_weight_names(0)[1]
+            forms = (self._format.down,) if is_down else self._format.inner(self.geometry.num_matrices)
         elif group.is_dequantized and all(name.endswith(MXFP4.suffixes) for name in group.names):
-            form = MXFP4  # transformers decodes any dtypes, and asserts shapes
-        if form is not None:
+            forms = (MXFP4,)  # transformers decodes any dtypes, and asserts shapes
+        if forms:
             refs = {p: self._checkpoint.tensors[group.sources[p][0]] for p in group.patterns}
             shapes = {p: (ref.dtype, ref.shape if group.is_per_expert else ref.shape[1:]) for p, ref in refs.items()}
-            form.check_shapes(shapes, *self._rows_and_columns(target), f"{folder}: {target}")
+            (rows, columns), label = self._rows_and_columns(target), f"{folder}: {target}"
+            matrices = forms[0].matrices(shapes, label)
+            for form, parts in zip(itertools.cycle(forms), matrices, strict=False):
+                form.check_shapes({part: shapes[part] for part in parts}, rows // len(matrices), columns, label)
         elif not group.is_dequantized:
             self._check_made(target, group)
 
@@ -590,12 +598,14 @@ def read_group(checkpoint: Checkpoint, group: Group, expert: int | None = None, 
 
 
 def parts_of(
-    form: TiledFormat, group: Group, tensors: Tensors, rows: int, columns: int, expert: int | None = None
-) -> tuple[Bytes, ...]:
-    """The parts of a parameter [rows, columns] (of an expert) from its group's `tensors`. Raises CheckpointError."""
-    matrices = form.matrices(group.patterns, group.target)
+    forms: Sequence[TiledFormat], group: Group, tensors: Tensors, rows: int, columns: int, expert: int | None = None
+) -> list[tuple[Bytes, ...]]:
+    """Of each matrix of a parameter [rows, columns] (of an expert) the parts, from its group's `tensors`; `forms` are
+    those of the first matrix, the second, and so on, in turns. Raises CheckpointError.
+    """
+    matrices = forms[0].matrices(group.patterns, group.target)
     parts = []
-    for names in matrices:
+    for form, names in zip(itertools.cycle(forms), matrices, strict=False):
         try:
             parts.append(form.parts_of([tensors[name][0] for name in names], rows // len(matrices), columns))
         except CheckpointError as error:
@@ -604,7 +614,7 @@ def parts_of(
                 sources = sources[expert :: len(sources) // len(names)]
             label = "" if expert is None else f"expert {expert} of "
             raise CheckpointError(f"{label}{', '.join(sources)}: {error}") from None
-    return tuple(np.concatenate(several) for several in zip(*parts, strict=True))
+    return parts
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:

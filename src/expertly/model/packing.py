@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -477,9 +478,10 @@ class Packing:
         form = self._dense_forms.get(group.target.removesuffix(".weight"))
         if form is not None:
             tensors = read_group(self._checkpoint, group, as_bytes=True)
-            parts = parts_of(form, group, tensors, *self._conversion.shape(group.target))
+            matrices = parts_of((form,), group, tensors, *self._conversion.shape(group.target))
+            parts = [np.concatenate(several) for several in zip(*matrices, strict=True)]
             order = self._conversion.row_order(group)
-            parts = parts if order is None else tuple(part[order.numpy()] for part in parts)
+            parts = parts if order is None else [part[order.numpy()] for part in parts]
             for first in range(0, len(parts[0]), _PACKED_ROWS):
                 yield form.pack([part[first : first + _PACKED_ROWS] for part in parts]).reshape(-1)
             return

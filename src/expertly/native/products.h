@@ -89,10 +89,11 @@ INLINE task some_tokens(const task *one, int64_t t, int64_t most) {
 typedef struct {
     const activation *then; /* what follows at once; or NULL */
     int32_t format, dtype, num_matrices;
+    int32_t up_format; /* with tiles, of the second matrix */
     int64_t num_neurons, width, padded_width;
     int64_t block_size;                /* neurons of a block of tiles */
     int64_t row_nbytes, matrix_nbytes; /* distance of two neurons (with tiles, of two blocks), and of two matrices */
-    const float *x;                    /* [*, padded_width], in the order that the kernel reads (place, place_in_unit) */
+    const float *x, *up_x;             /* [*, padded_width], in the order that the kernel reads (place, place_in_unit) */
     const char *bias;                  /* [r] in dtype, or NULL */
     char *out;                         /* [M, out_rows, r] */
     int64_t out_rows;
@@ -250,7 +251,7 @@ typedef struct {
  * second, and so on: num_tokens of each.
  */
 typedef struct {
-    int64_t inner, down;                    /* formats; or both ROWS */
+    int64_t gate, up, down;                 /* formats; where there is no gate, up has gate's; or all ROWS */
     int64_t num_inner, num_neurons, hidden; /* num_inner: 2 (gate and up) or 1 (up); num_neurons: of a task */
     int64_t row_nbytes, matrix_nbytes;      /* with ROWS: distance of two neurons, and of two matrices */
     const uint16_t *f, *g;                  /* as in `activation` */
