@@ -51,7 +51,8 @@ USUAL = {
 @dataclass(frozen=True)
 class Case:
     """`metadata`: beside the usual, None for what is not written. `tensors`: what is made of a parameter, by the end of
-    its name, and GGUF's names of the layer's tensors for it; a text for one that is only renamed.
+    its name, and GGUF's names of the layer's tensors for it; a text for one that is only renamed. `more`: tensors that
+    are no parameters.
     """
 
     architecture: str
@@ -59,6 +60,7 @@ class Case:
     fields: Values = field(default_factory=dict)
     metadata: Callable[[Any], Values] = lambda config: {}
     tensors: Mapping[str, str | Callable[[Any, torch.Tensor], Tensors]] = field(default_factory=dict)
+    more: Callable[[Any], Tensors] = lambda config: {}
     make: Callable[[Case], PreTrainedModel] | None = None  # of families that are no language model by themselves
 
 
@@ -136,6 +138,125 @@ def _is_shared(config: Any) -> bool:
 
 def _partial(share: float) -> Callable[[Any], Values]:
     return lambda config: {"rope.dimension_count": int(16 * share), "expert_gating_func": 2}
+
+
+def _log(name: str, *shape: int) -> Callable[[Any, torch.Tensor], Tensors]:
+    return lambda config, tensor: {name: -torch.exp(tensor).reshape(*shape, *([] if shape else tensor.shape))}
+
+
+def _plus_one(name: str) -> Callable[[Any, torch.Tensor], Tensors]:
+    return lambda config, tensor: {name: tensor + 1}
+
+
+def _squeezed(name: str) -> Callable[[Any, torch.Tensor], Tensors]:
+    return lambda config, tensor: {name: tensor.squeeze()}
+
+
+PLUS_ONE = {
+    "input_layernorm.weight": _plus_one("attn_norm.weight"),
+    "post_attention_layernorm.weight": _plus_one("post_attention_norm.weight"),
+    "q_norm.weight": _plus_one("attn_q_norm.weight"),
+    "k_norm.weight": _plus_one("attn_k_norm.weight"),
+    "model.norm.weight": _plus_one("output_norm.weight"),
+}
+
+
+def _linear_metadata(config: Any) -> Values:
+    return {
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types],
+        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+        "expert_weights_norm": None,
+        "rope.dimension_count": 4,
+    }
+
+
+def _qkvz(config: Any, tensor: torch.Tensor) -> Tensors:
+    keys, width = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    parts = tensor.view(keys, -1, tensor.shape[1]).split([width, width, values, values], dim=1)
+    *of_state, gate = (part.flatten(0, 1) for part in parts)
+    return {"attn_qkv.weight": torch.cat(of_state), "attn_gate.weight": gate}
+
+
+def _tiled(name: str, of_keys: int = 0, width: int = 1, dim: int = 0) -> Callable[[Any, torch.Tensor], Tensors]:
+    """`_reorder_v_heads`, of all but `of_keys` rows for each key head."""
+
+    def convert(config: Any, tensor: torch.Tensor) -> Tensors:
+        keys, per_key = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+        rows = of_keys * keys
+        heads = tensor.movedim(dim, 0)[rows:].reshape(keys, per_key, width, -1)
+        moved = heads.permute(1, 0, 2, 3).reshape(tensor.movedim(dim, 0)[rows:].shape)
+        made = torch.cat((tensor.movedim(dim, 0)[:rows], moved)).movedim(0, dim)
+        return {name: -torch.exp(made) if name == "ssm_a" else made.squeeze()}
+
+    return convert
+
+
+def _windows(config: Any) -> Values:
+    return {
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
+    }
+
+
+def _ssm(kernel: int, state: int, groups: int | None, heads: int, inner: int) -> Values:
+    return {
+        "ssm.conv_kernel": kernel,
+        "ssm.state_size": state,
+        "ssm.group_count": groups,
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": inner,
+    }
+
+
+def _heads_where(kind: str, config: Any, kinds: list[str]) -> list[int]:
+    return [config.num_key_value_heads if each == kind else 0 for each in kinds]
+
+
+def _nemotron_metadata(config: Any) -> Values:
+    kinds, heads = config.layers_block_type, config.mamba_num_heads
+    return {
+        **_ssm(config.conv_kernel, config.ssm_state_size, config.n_groups, heads, heads * config.mamba_head_dim),
+        "attention.head_count_kv": _heads_where("full_attention", config, kinds),
+        "attention.layer_norm_rms_epsilon": None,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        "feed_forward_length": [config.moe_intermediate_size if each == "moe" else 0 for each in kinds],
+        "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+        "rope.dimension_count": 16,
+        "rope.scaling.finetuned": False,
+    }
+
+
+def _mamba2(prefix: str) -> dict[str, str | Callable[[Any, torch.Tensor], Tensors]]:
+    return {
+        f"{prefix}.A_log": _log("ssm_a", -1, 1),
+        f"{prefix}.D": lambda config, tensor: {"ssm_d": tensor.reshape(-1, 1)},
+        f"{prefix}.dt_bias": "ssm_dt.bias",
+        f"{prefix}.conv1d.weight": _squeezed("ssm_conv1d.weight"),
+        f"{prefix}.conv1d.bias": "ssm_conv1d.bias",
+        f"{prefix}.in_proj.weight": "ssm_in.weight",
+        f"{prefix}.out_proj.weight": "ssm_out.weight",
+    }
+
+
+def _gemma4_metadata(config: Any) -> Values:
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    return {
+        **_windows(config),
+        "attention.head_count_kv": [2 if slid else 1 for slid in slides],
+        **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 32),
+        **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"), 16),
+        "attention.shared_kv_layers": 0,
+        "embedding_length_per_layer_input": 0,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "rope.freq_base": config.rope_parameters["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+    }
 
 
 CASES: dict[str, Case] = {
@@ -234,6 +355,160 @@ CASES: dict[str, Case] = {
             "rope.scaling.original_context_length": 512,
         },
     ),
+    "lfm2": Case(
+        "lfm2moe",
+        "lfm2_moe",
+        metadata=lambda config: {
+            "attention.head_count_kv": _heads_where("full_attention", config, config.layer_types),
+            "attention.key_length": None,
+            "attention.value_length": None,
+            "expert_gating_func": 2,
+            "expert_weights_norm": None,
+            "expert_weights_scale": None,
+            "shortconv.l_cache": config.conv_L_cache,
+        },
+        tensors={"conv.conv.weight": _squeezed("shortconv.conv.weight")},
+    ),
+    "qwen3next": Case(
+        "qwen3next",
+        "qwen3_next",
+        {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 32},
+        _linear_metadata,
+        {
+            **PLUS_ONE,
+            "A_log": _log("ssm_a"),
+            "dt_bias": "ssm_dt.bias",
+            "conv1d.weight": _squeezed("ssm_conv1d.weight"),
+            "in_proj_qkvz.weight": _qkvz,
+        },
+    ),
+    "qwen3.5": Case(
+        "qwen35moe",
+        "qwen3_5_moe_text",
+        {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 32},
+        lambda config: {**_linear_metadata(config), "rope.dimension_sections": [1, 1, 0, 0]},
+        {
+            **PLUS_ONE,
+            "A_log": _tiled("ssm_a"),
+            "dt_bias": _tiled("ssm_dt.bias"),
+            "conv1d.weight": _tiled("ssm_conv1d.weight", 32, 16),
+            "in_proj_qkv.weight": _tiled("attn_qkv.weight", 32, 16),
+            "in_proj_z.weight": _tiled("attn_gate.weight", 0, 16),
+            "in_proj_a.weight": _tiled("ssm_alpha.weight"),
+            "in_proj_b.weight": _tiled("ssm_beta.weight"),
+            "out_proj.weight": _tiled("ssm_out.weight", 0, 16, 1),
+        },
+    ),
+    "exaone": Case(
+        "exaone-moe",
+        "exaone_moe",
+        metadata=lambda config: {
+            **_windows(config),
+            "expert_gating_func": 2,
+            "expert_shared_feed_forward_length": 32,
+            "rope.scaling.type": "none",
+        },
+    ),
+    "afmoe": Case(
+        "afmoe",
+        "afmoe",
+        {"mup_enabled": True, "route_scale": 2.5},
+        lambda config: {
+            "attention.sliding_window": config.sliding_window,
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+        },
+    ),
+    "granite, hybrid": Case(
+        "granitehybrid",
+        "granitemoehybrid",
+        _GRANITE_FIELDS | {"shared_intermediate_size": 64, "mamba_d_head": 16},
+        lambda config: {
+            **_GRANITE["metadata"](config),
+            **_ssm(4, config.mamba_d_state, config.mamba_n_groups, config.mamba_n_heads, 128),
+            "attention.head_count_kv": _heads_where("full_attention", config, config.layer_types),
+            "rope.scaling.finetuned": False,
+        },
+        {
+            **_GRANITE["tensors"],
+            **_mamba2("mamba"),
+            "mamba.norm.weight": lambda config, tensor: {"ssm_norm.weight": tensor.reshape(config.mamba_n_groups, -1)},
+        },
+    ),
+    "jamba": Case(
+        "jamba",
+        "jamba",
+        metadata=lambda config: {
+            **_ssm(config.mamba_d_conv, config.mamba_d_state, None, config.mamba_dt_rank, 128),
+            "attention.head_count_kv": [0, 2, 0, 2],
+            "rope.freq_base": None,
+        },
+        tensors={"A_log": _log("ssm_a"), "mamba.D": "ssm_d", "conv1d.weight": _squeezed("ssm_conv1d.weight")},
+    ),
+    "nemotron": Case(
+        "nemotron_h_moe",
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "moe_shared_expert_intermediate_size": 64,
+        },
+        _nemotron_metadata,
+        {
+            **_mamba2("mixer"),
+            "mixer.norm.weight": lambda config, tensor: {"ssm_norm.weight": tensor.reshape(config.n_groups, -1)},
+            **PAIRS,
+            "mixer.v_proj.weight": "attn_v.weight",
+            "mixer.o_proj.weight": "attn_output.weight",
+            "mixer.gate.weight": "ffn_gate_inp.weight",
+            "shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+            "shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+        },
+    ),
+    "gemma4": Case(
+        "gemma4",
+        "gemma4_text",
+        {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "per_layer_config": {"3": {"head_dim": 32, "num_key_value_heads": 1}},
+            "final_logit_softcapping": 30.0,
+        },
+        _gemma4_metadata,
+        {
+            "router.scale": "ffn_gate_inp.scale",
+            "router.per_expert_scale": "ffn_down_exps.scale",
+            "layer_scalar": "layer_output_scale.weight",
+            "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+        },
+        more=lambda config: {"rope_freqs.weight": torch.tensor([1.0] * 4 + [1e30] * 12)},
+    ),
+    "kimi": Case(
+        "kimi-linear",
+        "kimi_linear",
+        {**LATENT_SIZES, "q_lora_rank": None, "linear_head_dim": 16},
+        lambda config: {
+            **_latent_metadata(config),
+            "attention.head_count_kv": [int(kind == "full_attention") for kind in config.layer_types],
+            "expert_gating_func": 2,
+            "expert_group_count": config.num_expert_group,
+            "expert_weights_norm": None,
+            "context_length": config.model_max_length,
+            "leading_dense_block_count": 1,
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "kda.head_dim": config.linear_head_dim,
+        },
+        {
+            **LATENT,
+            "conv1d.weight": lambda config, tensor: {
+                f"ssm_conv1d_{one}.weight": part.reshape(1, -1, 1, 4)
+                for one, part in zip("qkv", tensor.chunk(3), strict=True)
+            },
+            "A_log": _log("ssm_a"),
+            "dt_bias": "ssm_dt.bias",
+            "f_a_proj.weight": "ssm_f_a.weight",
+            "f_b_proj.weight": "ssm_f_b.weight",
+        },
+    ),
     "qwen3vl": Case(
         "qwen3vlmoe",
         "qwen3_vl_moe_text",
@@ -255,19 +530,23 @@ def _qwen3_vl(case: Case) -> PreTrainedModel:
 
 def make_model(case: Case) -> PreTrainedModel:
     """Its weights are multiples of 1/512, and each 32 of a row begin with 127 of them, so that Q8_0 is exact."""
-    if case.make is not None:
-        model = case.make(case)
-    else:
-        small = every_family.make_config(case.model_type)
-        fields = small.to_dict() | {key: size for key, size in SIZES.items() if hasattr(small, key)}
-        fields = {key: value for key, value in fields.items() if key not in ("model_type", "transformers_version")}
+    small = every_family.make_config(case.model_type)
+    fields = small.to_dict() | {key: size for key, size in SIZES.items() if key in small.to_dict()} | case.fields
+    fields = {key: value for key, value in fields.items() if key not in ("model_type", "transformers_version")}
+
+    def build() -> PreTrainedModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = every_family.families()[case.model_type](type(small)(**(fields | case.fields)))
-    draw_weights(model, 1)
+            if case.make is not None:
+                return case.make(case)
+            return every_family.families()[case.model_type](type(small)(**fields))
+
+    model, drawn = build(), build()
+    draw_weights(drawn, 1)
+    model.load_state_dict(drawn.state_dict())  # and no buffers that are in no checkpoint
     with torch.no_grad():
-        for tensor in model.parameters():
-            if tensor.dim() > 1 and tensor.shape[-1] % 32 == 0:
+        for name, tensor in model.named_parameters():
+            if tensor.dim() > 1 and "conv" not in name and tensor.shape[-1] % 32 == 0:
                 tensor.copy_((tensor * 512).round().clamp(-127, 127) / 512)
                 tensor[..., ::32] = 127 / 512
     model.generation_config.eos_token_id = None
@@ -278,11 +557,13 @@ def make_model(case: Case) -> PreTrainedModel:
 def write_model(path: Path, model: PreTrainedModel, case: Case, kind: str = "F32", **metadata: Any) -> Path:
     """The file of a model; matrices in `kind` where that holds the same numbers. `metadata`: see `set_metadata`."""
     config = model.config.get_text_config()
+    fields = config.to_dict() | {alias: getattr(config, name) for alias, name in config.attribute_map.items()}
+    fields["num_hidden_layers"] = config.num_hidden_layers
     said = {
-        key: next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+        key: next((value for name in names if (value := fields.get(name)) is not None), None)
         for key, names in USUAL.items()
     }
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     said |= {"rope.freq_base": rope.get("rope_theta"), "vocab_size": VOCAB_SIZE} | case.metadata(config) | metadata
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, case.architecture)
@@ -309,14 +590,14 @@ def tensors_of(model: PreTrainedModel, case: Case) -> Tensors:
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture)
     names = gguf.get_tensor_name_map(kind, model.config.get_text_config().num_hidden_layers)
     tied = model.all_tied_weights_keys
-    made: Tensors = {}
+    made = case.more(model.config)
     for path, tensor in model.state_dict().items():
         if path in tied or ".visual." in path:
             continue
         name = path.replace(".language_model.", ".")
         match = re.match(r".*\blayers\.(\d+)\.", name)
         prefix = f"blk.{match[1]}." if match else ""
-        convert = next((one for end, one in case.tensors.items() if name.endswith(f".{end}")), None)
+        convert = next((one for end, one in case.tensors.items() if f".{name}".endswith(f".{end}")), None)
         if isinstance(convert, str):
             made[f"{prefix}{convert}"] = tensor
         elif convert is not None:

@@ -23,17 +23,20 @@ def is_the_same(path: Path, reference: Any, store: Path) -> None:
     """Logits of prompts and of decode steps, and greedy tokens, are the reference's."""
     prompts = make_prompts(1, length=40)
     logits, tokens = logits_of(reference, prompts), generate(reference, prompts)
-    ids = torch.tensor([prompts[0] + tokens[0]])
+    steps = decoded(reference, prompts[0], tokens[0])
     with loaded(pack(path, store).folder, memory="50%") as model:
         assert generate(model, prompts) == tokens
         near = {"rtol": 1e-4, "atol": 1e-5 * logits.abs().max()}
         torch.testing.assert_close(logits_of(model, prompts), logits, **near)
-        with torch.no_grad():
-            expected = reference(ids).logits[:, -len(tokens[0]) :]
-            cache = model(ids[:, : -len(tokens[0])], use_cache=True).past_key_values
-            for place, token in enumerate(ids[0, -len(tokens[0]) :]):
-                step = model(token.view(1, 1), past_key_values=cache, use_cache=True)
-                torch.testing.assert_close(step.logits[:, -1], expected[:, place], **near)
+        torch.testing.assert_close(decoded(model, prompts[0], tokens[0]), steps, **near)
+
+
+def decoded(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Logits [steps, V] of tokens after a prompt, one at a time through the cache."""
+    with torch.no_grad():
+        cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
+        steps = [model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits for token in tokens]
+    return torch.cat(steps)[:, -1]
 
 
 @pytest.mark.parametrize("name", CASES)

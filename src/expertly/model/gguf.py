@@ -19,7 +19,7 @@ from expertly.formats.gguf import OF_GGUF_TYPE
 from expertly.model.conversion import Conversion, Group, Tensors
 from expertly.model.gguf_architectures import ARCHITECTURES, ROWS, TensorStep, fields_of, known_architectures
 from expertly.model.gguf_words import check_words, special_tokens, tokenizer_folder
-from expertly.model.structure import quiet
+from expertly.model.structure import of_the_model, quiet
 from expertly.store.checkpoint import Checkpoint, check_claims
 from expertly.store.gguf import SUFFIX, GgufFiles
 from expertly.store.manifest import IS_FLOAT
@@ -36,7 +36,7 @@ def config_of(checkpoint: Checkpoint) -> Path | PreTrainedConfig:
     """The source from which `build_meta_model` builds the model: a folder, or a config."""
     if not checkpoint.gguf:
         return checkpoint.folder
-    fields = dict(checkpoint.config)
+    fields = of_the_model(checkpoint.config)
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
@@ -78,7 +78,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path}: transformers makes no config of its metadata: {reason:.200}") from error
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    tensors = dict(files.tensors)
+    tensors = {name: ref for name, ref in files.tensors.items() if name not in ARCHITECTURES[architecture].vectors}
     for layer in range(made["num_hidden_layers"], files.metadata[f"{architecture}.block_count"]):
         of_layer = [name for name in tensors if name.startswith(f"blk.{layer}.")]
         if not any(name.startswith(f"blk.{layer}.nextn.") for name in of_layer):
@@ -162,7 +162,8 @@ class GgufConversion(Conversion):
         if names is not None:
             self._add_step(parameter, [f"{layer}{name}" for name in names.split()])
         stem, _, kind = parameter.rpartition(".")
-        known = self._map.get_name(stem if kind in ("weight", "bias") else parameter)
+        stem = stem if kind in ("weight", "bias") else parameter
+        known = self._map.get_name(stem) or self._map.get_name(stem.replace("model.", "backbone."))
         for end in () if known is None else (f".{kind}",) if kind in ("weight", "bias") else ("", ".weight", ".bias"):
             self._add_step(parameter, [f"{known}{end}"])
 
@@ -217,7 +218,8 @@ class GgufConversion(Conversion):
     ) -> torch.Tensor:
         undo = group.converter
         if isinstance(undo, _Undo):
-            made = undo.step.undo(self._model.config, *(tensors[name][0].float() for name in group.patterns))
+            parts = [tensors[name][0].float() for name in group.patterns]
+            made = undo.step.undo(self._model.config, *([torch.cat(parts)] if undo.step.is_of_rows else parts))
         else:
             made = super().convert(group, tensors, target, is_one_row)
         if (undo is not None and not isinstance(undo, _Undo)) or is_one_row:

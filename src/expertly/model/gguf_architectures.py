@@ -8,14 +8,18 @@ tensor, a step undoes.
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import CONFIG_MAPPING
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
+from expertly.core.untrusted import reading
 from expertly.model.structure import quiet
 from expertly.store.gguf import GgufFiles, GgufList
 
@@ -137,7 +141,7 @@ that is neither here nor in the architecture's row is refused, as it may change 
 
 
 class TensorStep(NamedTuple):
-    """Makes a parameter of its tensors. `is_of_rows`: it moves rows of one tensor and does nothing else."""
+    """Makes a parameter of its tensors, or, where `is_of_rows`, of one of all their rows, which it moves."""
 
     undo: Callable[..., torch.Tensor]  # of the config and the tensors
     is_of_rows: bool = False
@@ -159,7 +163,52 @@ def _latent(config: Any, keys: torch.Tensor, values: torch.Tensor) -> torch.Tens
 
 _PAIRED = {"attn_q.weight": _heads("num_attention_heads"), "attn_k.weight": _heads("num_key_value_heads")}
 _PAIRED |= {name.replace("weight", "bias"): step for name, step in _PAIRED.items()}
-ROWS = TensorStep(lambda config, *tensors: torch.cat(tensors))
+_LESS_ONE = dict.fromkeys(
+    [f"{name}.weight" for name in ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")],
+    TensorStep(lambda config, tensor: tensor - 1),
+)
+_STATE_SPACE = {
+    "ssm_a": TensorStep(lambda config, tensor: tensor.neg().log()),
+    "ssm_norm.weight": TensorStep(lambda config, tensor: tensor.flatten()),  # of groups
+}
+_LOG = {"ssm_a": _STATE_SPACE["ssm_a"]}
+
+
+def _by_key_head(config: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Rows of queries, keys, values and gates, together for each key head."""
+    keys, widths = config.linear_num_key_heads, (config.linear_key_head_dim, config.linear_value_head_dim)
+    values = config.linear_num_value_heads // keys
+    parts = tensor.split([keys * widths[0]] * 2 + [keys * values * widths[1]] * 2)
+    return torch.cat([part.unflatten(0, (keys, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+def _value_heads(width: str = "", dim: int = 0, is_after_keys: bool = False, is_log: bool = False) -> TensorStep:
+    """Value heads stand in turns, one of each key head; in transformers those of a key head stand together.
+
+    `width`: the config's field with the numbers of a head, else 1.
+    """
+
+    def undo(config: Any, tensor: torch.Tensor) -> torch.Tensor:
+        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+        size = values * (getattr(config, width) if width else 1)
+        before, moved = tensor.split((tensor.shape[dim] - size, size), dim)
+        moved = moved.unflatten(dim, (values // keys, keys, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+        made = torch.cat((before, moved), dim) if is_after_keys else moved
+        return made.neg().log() if is_log else made
+
+    return TensorStep(undo, is_of_rows=dim == 0 and not is_log)
+
+
+_VALUE_WIDTH = "linear_value_head_dim"
+_VALUE_HEADS = {
+    "attn_qkv.weight": _value_heads(_VALUE_WIDTH, is_after_keys=True),
+    "ssm_conv1d.weight": _value_heads(_VALUE_WIDTH, is_after_keys=True),
+    "attn_gate.weight": _value_heads(_VALUE_WIDTH),
+    "ssm_out.weight": _value_heads(_VALUE_WIDTH, dim=1),
+    "ssm_a": _value_heads(is_log=True),
+    **dict.fromkeys(("ssm_alpha.weight", "ssm_beta.weight", "ssm_dt.bias"), _value_heads()),
+}
+ROWS = TensorStep(lambda config, tensor: tensor, is_of_rows=True)
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 
@@ -170,7 +219,8 @@ class Architecture:
 
     model_type: str
     fields: Mapping[str, str] = field(default_factory=dict)  # of the config, by key, unlike _KEYS; "": see `more`
-    kinds: Mapping[str, _Kind] = field(default_factory=dict)  # of keys, unlike _KEYS and _NEUTRAL
+    kinds: Mapping[str, Any] = field(default_factory=dict)  # of keys, unlike _KEYS and _NEUTRAL; or made of the values
+    vectors: Mapping[str, Callable[[float], bool]] = field(default_factory=dict)  # tensors that `more` needs
     defaults: Values = field(default_factory=dict)  # llama.cpp's for keys that are missing, unlike _KEYS
     fixed: Values = field(default_factory=dict)  # fields that llama.cpp has in its code
     has: Mapping[str, str] = field(default_factory=dict)  # fields that say whether layers have a tensor of this name
@@ -233,6 +283,132 @@ def _latent_fields(said: Values) -> Values:
     }
 
 
+_LINEAR_ATTENTION: dict[str, Any] = {
+    "fields": {
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+        "ssm.inner_size": "",
+        "full_attention_interval": "",
+        "attention.recurrent_layers": "",
+    },
+    "defaults": {
+        "expert_weights_norm": True,
+        "full_attention_interval": 4,
+        "attention.recurrent_layers": lambda said: [
+            bool((layer + 1) % said["full_attention_interval"]) for layer in range(said["block_count"])
+        ],
+    },
+    "more": lambda said: {
+        "linear_value_head_dim": said["ssm.inner_size"] // said["ssm.time_step_rank"],
+        "layer_types": _types(said["attention.recurrent_layers"], "linear_attention", said),
+    },
+    "has_partial_rope": True,
+}
+_SSM = dict.fromkeys(
+    ("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size"), _SIZE
+)
+_LINEAR_KINDS = _SSM | {"full_attention_interval": _SIZE, "attention.recurrent_layers": _FLAGS}
+
+
+def _types(is_other: list[Any], other: str, said: Values) -> list[str]:
+    """The config's layer_types."""
+    return [other if each else "full_attention" for each in is_other[: said["block_count"]]]
+
+
+_WINDOW: dict[str, Any] = {
+    "fields": {"attention.sliding_window": "sliding_window", "attention.sliding_window_pattern": ""},
+    "defaults": {
+        "attention.sliding_window_pattern": lambda said: [bool((i + 1) % 4) for i in range(said["block_count"])]
+    },
+}
+_WINDOW_KINDS = {"attention.sliding_window": _SIZE, "attention.sliding_window_pattern": _FLAGS}
+_GRANITE: dict[str, Any] = {
+    "fields": {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    "defaults": {
+        "attention.scale": lambda said: said["attention.key_length"] ** -0.5,
+        "embedding_scale": 1.0,
+        "residual_scale": 1.0,
+    },
+    "parameters": {
+        "router.weight": "ffn_gate_inp.weight",
+        "shared_mlp.input_linear.weight": "ffn_gate_shexp.weight ffn_up_shexp.weight",
+    },
+}
+_GRANITE_KINDS = {**dict.fromkeys(_GRANITE["fields"], _NOT_BELOW_0), "logit_scale": _NUMBER}
+
+
+def _hybrid_granite(said: Values) -> Values:
+    heads = said["attention.head_count_kv"]
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": _types([not each for each in heads], "linear_attention", said),
+        "mamba_d_head": said["ssm.inner_size"] // said["ssm.time_step_rank"],
+        "mamba_expand": said["ssm.inner_size"] // said["embedding_length"],
+        "position_embedding_type": "rope" if said["rope.scaling.finetuned"] else None,
+    }
+
+
+def _jamba(said: Values) -> Values:
+    attention = [layer for layer, heads in enumerate(said["attention.head_count_kv"]) if heads]
+    of_experts, layers = said["layers"].get("ffn_gate_inp.weight", []), said["block_count"]
+
+    def every(some: list[int], name: str) -> Values:
+        return {f"{name}_layer_offset": some[0], f"{name}_layer_period": some[1] - some[0] if some[1:] else layers}
+
+    return {
+        "num_key_value_heads": max(said["attention.head_count_kv"]),
+        "mamba_expand": said["ssm.inner_size"] // said["embedding_length"],
+        **every(attention or [layers], "attn"),
+        **every(of_experts or [layers], "expert"),
+    }
+
+
+def _nemotron(said: Values) -> Values:
+    kinds = ["moe" if width else "linear_attention" for width in said["feed_forward_length"]]
+    for layer, heads in enumerate(said["attention.head_count_kv"]):
+        kinds[layer] = "full_attention" if heads else kinds[layer]
+    return {
+        "layers_block_type": kinds[: said["block_count"]],
+        "num_key_value_heads": max(said["attention.head_count_kv"]),
+        "mamba_head_dim": said["ssm.inner_size"] // said["ssm.time_step_rank"],
+    }
+
+
+_NEVER_TURNED = 1e29
+"""Of gemma4, what the wave lengths of dimensions that are not rotated are multiplied with."""
+
+
+def _gemma4(said: Values) -> Values:
+    slides, heads = said["attention.sliding_window_pattern"], said["attention.head_count_kv"]
+    full = {heads[layer] for layer, is_slid in enumerate(slides) if not is_slid}
+    slid = {heads[layer] for layer, is_slid in enumerate(slides) if is_slid}
+    turned = [each < _NEVER_TURNED for each in said["rope_freqs.weight"]] or [True]
+    return {
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "global_head_dim": said["attention.key_length"],
+        "head_dim": said["attention.key_length_swa"],
+        "num_key_value_heads": min(slid, default=0),
+        "num_global_key_value_heads": min(full, default=0),
+        "attention_k_eq_v": len(said["layers"].get("attn_v.weight", ())) < said["block_count"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": said["rope.freq_base_swa"]},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": said["rope.freq_base"],
+                "partial_rotary_factor": sum(turned) / len(turned),
+            },
+        },
+    }
+
+
+_KIMI = {"attention.head_count_kv": _COUNTS, **_ALWAYS_NORMED}
 _DEEPSEEK = ("deepseek-llm", "deepseek-v3", "kimi-k2", "glm4")
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -279,26 +455,73 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "phimoe": Architecture("phimoe", has={"attention_bias": "attn_q.bias", "lm_head_bias": "output.bias"}),
     "granitemoe": Architecture(
-        "granitemoeshared",
+        "granitemoeshared", kinds=_GRANITE_KINDS, has={"attention_bias": "attn_q.bias"}, steps=_PAIRED, **_GRANITE
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        **_GRANITE
+        | {
+            "fields": {
+                **_GRANITE["fields"],
+                "attention.head_count_kv": "",
+                "ssm.conv_kernel": "mamba_d_conv",
+                "ssm.state_size": "mamba_d_state",
+                "ssm.group_count": "mamba_n_groups",
+                "ssm.time_step_rank": "mamba_n_heads",
+                "ssm.inner_size": "",
+                "rope.scaling.finetuned": "",
+            },
+            "defaults": {**_GRANITE["defaults"], "rope.scaling.finetuned": True},
+        },
+        kinds=_GRANITE_KINDS | _SSM | {"attention.head_count_kv": _COUNTS, "rope.scaling.finetuned": _FLAG},
+        has={
+            "attention_bias": "attn_q.bias",
+            "mamba_conv_bias": "ssm_conv1d.bias",
+            "mamba_proj_bias": "ssm_in.bias",
+        },
+        more=_hybrid_granite,
+        steps=_PAIRED | _STATE_SPACE,
+    ),
+    "jamba": Architecture(
+        "jamba",
         fields={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
+            "attention.head_count_kv": "",
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.time_step_rank": "mamba_dt_rank",
+            "ssm.inner_size": "",
         },
-        kinds=dict.fromkeys(("attention.scale", "embedding_scale", "residual_scale"), _NOT_BELOW_0)
-        | {"logit_scale": _NUMBER},
-        defaults={
-            "attention.scale": lambda said: said["attention.key_length"] ** -0.5,
-            "embedding_scale": 1.0,
-            "residual_scale": 1.0,
+        kinds=_SSM | {"attention.head_count_kv": _COUNTS},
+        has={"mamba_conv_bias": "ssm_conv1d.bias", "mamba_proj_bias": "ssm_in.bias"},
+        more=_jamba,
+        steps=_LOG,
+    ),
+    "nemotron_h_moe": Architecture(
+        "nemotron_h",
+        fields={
+            "attention.head_count_kv": "",
+            "feed_forward_length": "",
+            "attention.layer_norm_epsilon": "layer_norm_epsilon",
+            "attention.layer_norm_rms_epsilon": "",
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "ssm_state_size",
+            "ssm.group_count": "n_groups",
+            "ssm.time_step_rank": "mamba_num_heads",
+            "ssm.inner_size": "",
         },
-        has={"attention_bias": "attn_q.bias"},
-        parameters={
-            "router.weight": "ffn_gate_inp.weight",
-            "shared_mlp.input_linear.weight": "ffn_gate_shexp.weight ffn_up_shexp.weight",
+        kinds=_SSM
+        | _SIGMOID
+        | {
+            "attention.head_count_kv": _COUNTS,
+            "feed_forward_length": _COUNTS,
+            "attention.layer_norm_epsilon": _SHARE,
+            "attention.layer_norm_rms_epsilon": _Kind("missing", lambda value: value is None),
         },
-        steps=_PAIRED,
+        defaults={"attention.layer_norm_rms_epsilon": lambda said: None},
+        has={"use_conv_bias": "ssm_conv1d.bias", "attention_bias": "attn_q.bias", "use_bias": "ssm_in.bias"},
+        more=_nemotron,
+        steps=_PAIRED | _STATE_SPACE,  # the converter knows no attention without a rope
+        has_partial_rope=True,
     ),
     "dots1": Architecture("dots1", kinds=_SIGMOID, fixed={"sliding_window": None}),
     "ernie4_5-moe": Architecture(
@@ -312,6 +535,151 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "hunyuan-moe": Architecture(
         "hunyuan_v1_moe", kinds=_SHARED_WIDTHS, has={"attention_bias": "attn_q.bias"}, pre=("hunyuan",)
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        fields={"attention.head_count_kv": "", "shortconv.l_cache": "conv_L_cache"},
+        kinds={
+            "expert_gating_func": _one_of(2),
+            "attention.head_count_kv": _COUNTS,
+            "shortconv.l_cache": _SIZE,
+            **_ALWAYS_NORMED,
+        },
+        defaults={"expert_weights_norm": True},
+        has={"conv_bias": "shortconv.conv.bias", "use_expert_bias": "exp_probs_b.bias"},
+        more=lambda said: {
+            "num_key_value_heads": max(said["attention.head_count_kv"]),
+            "layer_types": _types([not heads for heads in said["attention.head_count_kv"]], "conv", said),
+        },
+        pre=("lfm2",),
+    ),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        kinds=_LINEAR_KINDS,
+        parameters={"in_proj_qkvz.weight": "attn_qkv.weight attn_gate.weight"},
+        steps={
+            **_LESS_ONE,
+            **_LOG,
+            "attn_qkv.weight attn_gate.weight": TensorStep(_by_key_head, is_of_rows=True),
+        },
+        **_LINEAR_ATTENTION,
+        tokenizer="Qwen2Tokenizer",
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        kinds=_LINEAR_KINDS | {"rope.dimension_sections": _SECTIONS, "feed_forward_length": _COUNT},
+        steps=_LESS_ONE | _VALUE_HEADS,
+        **_LINEAR_ATTENTION | {"fields": {**_LINEAR_ATTENTION["fields"], "feed_forward_length": ""}},
+        pre=("qwen35",),
+        tokenizer="Qwen2Tokenizer",
+    ),
+    "exaone-moe": Architecture(
+        "exaone_moe",
+        kinds=_WINDOW_KINDS | _SHARED_WIDTHS | {"expert_gating_func": _one_of(2)},
+        more=lambda said: {
+            "layer_types": _types(said["attention.sliding_window_pattern"], "sliding_attention", said),
+            "mlp_layer_types": [
+                "dense" if layer < said["leading_dense_block_count"] else "sparse"
+                for layer in range(said["block_count"])
+            ],
+        },
+        **_WINDOW,
+        pre=("exaone-moe",),
+    ),
+    "afmoe": Architecture(
+        "afmoe",
+        fields={**_WINDOW["fields"], "expert_weights_norm": ""},
+        kinds=_WINDOW_KINDS | _SIGMOID | _ALWAYS_NORMED,
+        defaults={**_WINDOW["defaults"], "expert_weights_norm": None},
+        fixed={"mup_enabled": True},
+        more=lambda said: {"layer_types": _types(said["attention.sliding_window_pattern"], "sliding_attention", said)},
+        pre=("afmoe",),
+    ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        fields={
+            "attention.head_count_kv": "",
+            "attention.key_length": "",
+            "attention.key_length_swa": "",
+            "attention.value_length_swa": "",
+            "rope.dimension_count_swa": "",
+            "attention.sliding_window": "sliding_window",
+            "attention.sliding_window_pattern": "",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "rope.freq_base": "",
+            "rope.freq_base_swa": "",
+        },
+        kinds=_WINDOW_KINDS
+        | {
+            "attention.head_count_kv": _COUNTS,
+            "attention.key_length_swa": _SIZE,
+            "attention.shared_kv_layers": _COUNT,
+            "embedding_length_per_layer_input": _COUNT,
+            "final_logit_softcapping": _NOT_BELOW_0,
+            "attention.value_length_swa": lambda said: _one_of(said["attention.key_length_swa"]),
+            "rope.dimension_count_swa": lambda said: _one_of(said["attention.key_length_swa"]),
+            "rope.freq_base": _BASE,
+            "rope.freq_base_swa": _BASE,
+        },
+        defaults={
+            "attention.value_length_swa": lambda said: said["attention.key_length_swa"],
+            "rope.dimension_count_swa": lambda said: said["attention.key_length_swa"],
+            "attention.shared_kv_layers": 0,
+            "embedding_length_per_layer_input": 0,
+            "final_logit_softcapping": 0.0,
+            "rope.freq_base": 10000.0,
+            "rope.freq_base_swa": 10000.0,
+        },
+        fixed={"enable_moe_block": True},
+        vectors={"rope_freqs.weight": lambda value: value == 1 or value > _NEVER_TURNED},
+        more=_gemma4,
+        parameters={
+            "router.scale": "ffn_gate_inp.scale",
+            "router.per_expert_scale": "ffn_down_exps.scale",
+            "layer_scalar": "layer_output_scale.weight",
+        },
+        pre=("gemma4",),
+        tokenizer="GemmaTokenizer",
+    ),
+    "kimi-linear": Architecture(
+        "kimi_linear",
+        **_LATENT_ATTENTION
+        | {
+            "fields": {
+                **_LATENT_ATTENTION["fields"],
+                "ssm.conv_kernel": "linear_conv_kernel_dim",
+                "kda.head_dim": "linear_head_dim",
+                "leading_dense_block_count": "",
+            },
+            "defaults": {**_LATENT_ATTENTION["defaults"], "expert_weights_norm": True},
+            "parameters": {
+                **_LATENT_ATTENTION["parameters"],
+                "self_attn.conv1d.weight": "ssm_conv1d_q.weight ssm_conv1d_k.weight ssm_conv1d_v.weight",
+                "forget_gate.A_log": "ssm_a",
+                "forget_gate.f_a_proj.weight": "ssm_f_a.weight",
+                "forget_gate.f_b_proj.weight": "ssm_f_b.weight",
+            },
+            "steps": {
+                **_LATENT_ATTENTION["steps"],
+                **_LOG,
+                "ssm_conv1d_q.weight ssm_conv1d_k.weight ssm_conv1d_v.weight": TensorStep(
+                    lambda config, *tensors: torch.cat([one.flatten(0, -2) for one in tensors])
+                ),
+            },
+        },
+        kinds=_LATENT_KINDS | _SSM | {"kda.head_dim": _SIZE, "expert_gating_func": _one_of(2)} | _KIMI,
+        more=lambda said: {
+            **_latent_fields(said),
+            "linear_num_heads": said["attention.head_count"],
+            "layer_types": _types([not each for each in said["attention.head_count_kv"]], "linear_attention", said),
+            "mlp_layer_types": [
+                "dense" if layer < said["leading_dense_block_count"] else "sparse"
+                for layer in range(said["block_count"])
+            ],
+        },
+        pre=_DEEPSEEK,
     ),
     "qwen3vlmoe": Architecture(
         "qwen3_moe",  # as it is where there is only text
@@ -334,6 +702,9 @@ def known_architectures() -> list[str]:
 # -- a config of metadata ----------------------------------------------------------------------------------------------
 
 
+_VECTOR_NBYTES = 1 << 16
+
+
 class _Metadata:
     """The values of an architecture's keys; each is taken once, and none may be left."""
 
@@ -342,13 +713,16 @@ class _Metadata:
         start = len(self._prefix)
         self._left = {key[start:]: value for key, value in files.metadata.items() if key.startswith(self._prefix)}
 
-    def take(self, key: str, kind: _Kind, default: Any = None, num_layers: int = 0) -> Any:
+    def says(self, key: str) -> bool:
+        return bool(self._left.get(key))
+
+    def take(self, key: str, kind: _Kind, default: Any = None, num_layers: int = 0, further: int = 0) -> Any:
         """The value, or the default where there is none. Raises CheckpointError where neither is right."""
         value = self._left.pop(key, default)
         if kind.is_by_layer:
             numbers = value.numbers().tolist() if isinstance(value, GgufList) and not value.is_text else value
             values = numbers if isinstance(numbers, list) else [numbers] * num_layers
-            if len(values) != num_layers or not all(map(kind.is_right, values)):
+            if len(values) not in (num_layers, num_layers - further) or not all(map(kind.is_right, values)):
                 raise self.refusal(key, value, f"{kind.accepted} of {num_layers}")
             return values
         if not kind.is_right(value):
@@ -375,19 +749,27 @@ def fields_of(files: GgufFiles, name: str, num_rows: int) -> Values:
         row = row.by_sigmoid
     with quiet():
         usual = CONFIG_MAPPING[row.model_type]()
-    values: Values = {}
-    tails = {name.split(".", 2)[-1] if name.startswith("blk.") else name for name in files.tensors}
+        known = {*usual.to_dict(), *usual.attribute_map}
+    tails: dict[str, list[int]] = {}
+    for tensor in files.tensors:
+        layer = re.match(r"blk\.(\d+)\.", tensor)
+        tails.setdefault(tensor[layer.end() :] if layer else tensor, []).append(int(layer[1]) if layer else 0)
+    values: Values = {"layers": {tail: sorted(layers) for tail, layers in tails.items()}}
     fields = {"model_type": row.model_type, **row.fixed, **{to: tail in tails for to, tail in row.has.items()}}
+    further = said.take("nextn_predict_layers", _COUNT, 0)  # the last layers predict further tokens
     keys = _KEYS | {key: _Key("", _ANY) for key in row.fields if key not in _KEYS}
     for key, (names, kind, default) in keys.items():
-        to = row.fields.get(key, next((one for one in names.split() if hasattr(usual, one)), None))
+        to = row.fields.get(key, next((one for one in names.split() if one in known), None))
         if to is None and isinstance(default, int | float):
             continue
         default = row.defaults.get(key, default)
         if key == "expert_feed_forward_length" and to == "intermediate_size":
             default = values["feed_forward_length"]  # which is that of experts
-        default = default(values) if callable(default) else default
-        value = said.take(key, row.kinds.get(key, kind), default, values.get("block_count", 0))
+        if callable(default):
+            default = None if said.says(key) else default(values)
+        kind = row.kinds.get(key, kind)
+        kind = kind if isinstance(kind, _Kind) else kind(values)
+        value = said.take(key, kind, default, values.get("block_count", 0), further)
         values[key] = value if value or value is False else default  # 0 says nothing
         if to != "":
             to = to or names.split()[0]
@@ -398,7 +780,6 @@ def fields_of(files: GgufFiles, name: str, num_rows: int) -> Values:
         raise said.refusal("attention.head_count_kv", heads_kv, f"a divisor of {heads} heads")
     if values["expert_used_count"] > values["expert_count"]:
         raise said.refusal("expert_used_count", values["expert_used_count"], f"at most {values['expert_count']}")
-    further = said.take("nextn_predict_layers", _COUNT, 0)  # the last layers predict further tokens
     if further >= layers:
         raise said.refusal("nextn_predict_layers", further, f"less than block_count={layers}")
     values["block_count"] = fields["num_hidden_layers"] = layers - further
@@ -411,7 +792,21 @@ def fields_of(files: GgufFiles, name: str, num_rows: int) -> Values:
             raise said.refusal("attention.scale", scale, f"{head_dim**-0.5:g}")
     same = {"attention.value_length": _one_of(head_dim), "embedding_length_out": _one_of(hidden)}
     said.check_left({**_NEUTRAL, **same, **row.kinds})
+    values |= {tensor: _vector(files, tensor, is_right) for tensor, is_right in row.vectors.items()}
     return fields | row.more(values)
+
+
+def _vector(files: GgufFiles, name: str, is_right: Callable[[float], bool]) -> list[float]:
+    """The numbers of a small tensor; none where there is no such tensor."""
+    ref = files.tensors.get(name)
+    if ref is None:
+        return []
+    with reading(ref.path, CheckpointError) as file:
+        raw = os.pread(file.fileno(), min(ref.nbytes, _VECTOR_NBYTES), ref.offset)
+    numbers: list[float] = np.frombuffer(raw, "<f4").tolist() if ref.dtype == "F32" and len(raw) == ref.nbytes else []
+    if len(ref.shape) != 1 or not numbers or not all(map(is_right, numbers)):
+        raise CheckpointError(f"{files.path}: tensor {name}: {ref.dtype} {list(ref.shape)}: not what such a model has")
+    return numbers
 
 
 def _is_by_sigmoid(files: GgufFiles, name: str) -> bool:

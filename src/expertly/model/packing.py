@@ -319,6 +319,7 @@ class Packing:
             if isinstance(quantizer, Layout):
                 check_matrices(quantizer, checkpoint.tensors)
         model = build_meta_model(config_of(checkpoint), self._torch_dtype)
+        self._kept, self._model = kept, model
         self._plain = self._conversion = Conversion(model)
         if checkpoint.gguf:
             self._conversion = GgufConversion(model, checkpoint.gguf)
@@ -330,7 +331,6 @@ class Packing:
         self._readers = [ExpertsReader(site, checkpoint, made, groups, kept, rounding) for site in self._sites]
         expert_names = set().union(*(reader.source_names for reader in self._readers))
         self._check_unexpected()
-        self._kept, self._model = kept, model
         self._dense_forms: dict[str, TiledFormat] = {}
         """Of layers beside the experts that keep their bytes, by module path."""
         self._dense = self._plan_dense([one for one in groups.values() if expert_names.isdisjoint(one.names)])
@@ -494,7 +494,7 @@ class Packing:
         """Refuse experts that the config does not know, and any tensor of a GGUF file that means nothing."""
         checkpoint = self._checkpoint
         for name in self._unexpected if checkpoint.gguf else ():
-            model = f"a {checkpoint.gguf} model of {checkpoint.config['num_hidden_layers']} layers"
+            model = f"a {checkpoint.gguf} model of {self._model.config.num_hidden_layers} layers"
             raise CheckpointError(f"{checkpoint.label(name)}: is of no part of {model}")
         for name, site in ((name, site) for site in self._sites for name in self._unexpected):
             if name.startswith(f"{site.name}.expert"):
