@@ -44,8 +44,9 @@ COMPRESSED: dict[str, tuple[tuple[dict[str, Any], ...], str, str]] = {
     "fp8 a channel": (
         ({**FP8, "strategy": "channel", "scales": BF16, "activations": PER_TOKEN},),
         "float32",
-        "bfloat16",
+        "fp8_rows",
     ),
+    "fp8 a channel, float32": (({**FP8, "strategy": "channel", "scales": F32},), "fp8_rows", "fp8_rows"),
     "fp8 a tensor": (({**FP8, "strategy": "tensor", "scales": F32, "activations": PER_TENSOR},), "fp8", "fp8"),
     "fp8 a tensor, bfloat16": (({**FP8, "strategy": "tensor", "scales": BF16},), "float32", "fp8"),
     "fp8 blocks": (({**FP8, "strategy": "block", "block_structure": [128, 128], "scales": F32},), "fp8", "fp8"),
@@ -106,7 +107,7 @@ COMPRESSED: dict[str, tuple[tuple[dict[str, Any], ...], str, str]] = {
 
 RUN = (
     "fp8 a channel",
-    "fp8 a channel",
+    "fp8 a channel, float32",
     "fp8 a tensor",
     "int4 a channel, asymmetric",
     "int4 g64",
@@ -206,12 +207,12 @@ MADE: dict[str, tuple[Any, dict[str, Any], str]] = {
     "nvfp4 of compressed-tensors": (
         partial(nvfp4, names=(".weight_packed", ".weight_scale", ".weight_global_scale"), is_factor=False),
         COMPRESSED_NVFP4,
-        "float32",
+        "nvfp4_global",
     ),
     "nvfp4 of modelopt": (
         partial(nvfp4, names=(".weight", ".weight_scale", ".weight_scale_2"), is_factor=True),
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        "float32",
+        "nvfp4_global",
     ),
     "fp8 of modelopt": (
         lambda weight: fp8(weight, ".weight", ".weight_scale", INPUTS),
@@ -226,7 +227,7 @@ MADE: dict[str, tuple[Any, dict[str, Any], str]] = {
     "fp8 a row": (
         lambda weight: fp8(weight, ".weight", ".weight_scale", INPUTS, rows=True),
         {"quant_method": "fp8", "activation_scheme": "static"},
-        "float32",
+        "fp8_rows",
     ),
 }
 
@@ -237,7 +238,7 @@ def test_they_are_decoded_by_their_definition(name: str, tmp_path: Path) -> None
     for dtype in (F32, BF16):
         source, plain = changed(tmp_path / f"{dtype}", make, quantization, dtype)
         store = pack(source, tmp_path / f"{dtype}-store")
-        assert store.manifest.stored_as == (stored_as if stored_as == "fp8" else str(dtype).removeprefix("torch."))
+        assert store.manifest.stored_as == stored_as
         assert_holds_what_transformers_loads(store, source, load_reference(plain))
         if dtype == F32 and (IS_FULL or name in RUN):
             assert_runs(store.folder, plain)
@@ -311,7 +312,7 @@ def test_several_groups_of_a_config(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_decoded_is_said_with_both_sizes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source, _ = make_compressed(tmp_path / "model", BF16, {**FP8, "strategy": "channel", "scales": BF16})
+    source, _ = make_compressed(tmp_path / "model", BF16, {**INT4, "num_bits": 8, "strategy": "channel"})
     pack(source, tmp_path / "store")
     assert re.search(r"quantised experts of 3 layers are decoded, .*: \S+ MiB in bfloat16 for \S+ MiB", caplog.text)
     caplog.clear()

@@ -30,6 +30,7 @@ from expertly.formats.layouts import (
     unpacked,
 )
 from expertly.formats.mxfp4 import _Mxfp4
+from expertly.formats.nvfp4 import NVFP4, nvfp4_form
 from expertly.formats.tiles import Bytes, TiledFormat, torch
 
 _PACKED, _WEIGHT, _SCALE, _SHAPE = ".weight_packed", ".weight", ".weight_scale", ".weight_shape"
@@ -289,7 +290,8 @@ class Scheme:
                 fp8_form(tuple(tensors), shape, num_scales) if is_plain_fp8 and (is_kept or scales == "F32") else None
             )
         if self._type == "float":
-            return None if self.group == NVFP4_GROUP else _MXFP4
+            is_nvfp4 = self.group == NVFP4_GROUP
+            return nvfp4_form(tuple(tensors), tensors[_GLOBAL][1], is_factor=False) if is_nvfp4 else _MXFP4
         stored = self.group if self._strategy == "group" else shape[1]
         size = tile_group(stored)
         if self._bits != 4 or _ORDER in tensors or size is None or shape[1] % stored or scales == "F32":
@@ -344,6 +346,8 @@ class ModelOptLayout(Layout):
             )
 
     def form_of(self, stem: str, tensors: Mapping[str, Header]) -> TiledFormat | None:
+        if tuple(tensors) == NVFP4.suffixes:
+            return nvfp4_form(NVFP4.suffixes, tensors[_FACTOR][1])
         if tuple(tensors) != (_WEIGHT, _SCALE):
             return None
         return fp8_form(tuple(tensors), tensors[_WEIGHT][1], tensors[_SCALE][1])

@@ -1,9 +1,9 @@
-"""FP8 (OCP's E4M3): with a scale for each 128 x 128 weights, as in DeepSeek-V3, Qwen3-FP8 and MiniMax-M2, or for a
-whole matrix, as AutoFP8 has it.
+"""FP8 (OCP's E4M3): with a scale for each 128 x 128 weights, as in DeepSeek-V3, Qwen3-FP8 and MiniMax-M2, for a
+whole matrix, as AutoFP8 has it, or for a row.
 
 A tile is, for each 4 inputs, 16 words of 4 bytes, one for each output, the first input in the lowest bits; then the
-scale, a float32. A byte is a checkpoint's own with its sign moved: from the top exponent (4 bits), sign, mantissa (3),
-so that sign and mantissa together are an index of a table.
+scale, a float32, or (fp8_rows) one for each output. A byte is a checkpoint's own with its sign moved: from the top
+exponent (4 bits), sign, mantissa (3), so that sign and mantissa together are an index of a table.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ class Fp8Format(TiledFormat):
     name = "fp8"
     kernel = 24
     group = BLOCK
+    num_scales = 1  # of a tile
     tile_nbytes = _CODES_NBYTES + 4
 
     def __init__(
-        self, suffixes: tuple[str, ...] = (".weight", ".weight_scale_inv"), whole: Sequence[int] | None = None
+        self, suffixes: tuple[str, ...] = (".weight", ".weight_scale_inv"), stored: Sequence[int] | None = None
     ) -> None:
-        """`whole`: the shape in which a checkpoint has the one scale of a matrix; None: there is one for each block."""
-        self.suffixes, self._whole = suffixes, whole
+        """`stored`: the shape in which a checkpoint has the scales; None: there is one for each block."""
+        self.suffixes, self._stored = suffixes, stored
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         scales = ("F32", "BF16", "F16", "F8_E8M0", "U8")
-        blocks = (-(-rows // BLOCK), columns // BLOCK) if self._whole is None else tuple(self._whole)
+        blocks = (-(-rows // BLOCK), columns // BLOCK) if self._stored is None else tuple(self._stored)
         return (("F8_E4M3",), (rows, columns)), (scales, blocks)
 
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
@@ -45,25 +46,34 @@ class Fp8Format(TiledFormat):
         if (codes & 0x7F == 0x7F).any():
             raise CheckpointError("a weight is 0x7f or 0xff, which stands for NaN: must be a number")
         width = columns // BLOCK
-        if self._whole is None:
+        if self._stored is None:
             factors = scales.reshape(-1, width).repeat_interleave(BLOCK, 0)[:rows].contiguous()
         else:
-            factors = scales.reshape(1, 1).repeat(rows, width)
+            factors = scales.reshape(-1, 1).repeat(rows // scales.numel(), width)
         return codes.reshape(rows, width, BLOCK), factors.numpy().view(np.uint8).reshape(rows, width, 4)
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
         codes, scales = parts
-        moved: Bytes = (
-            (codes & np.uint8(0x78)) << np.uint8(1) | codes >> np.uint8(4) & np.uint8(8) | codes & np.uint8(7)
-        )
-        words = transposed(moved, 4)  # [..., 32 words, 16 outputs, 4]
-        return np.concatenate((words.reshape(*codes.shape[:-2], -1), scales[..., 0, :]), axis=-1)
+        words = transposed(sign_moved(codes), 4)  # [..., 32 words, 16 outputs, 4]
+        of_tile = scales[..., : self.num_scales, :].reshape(*codes.shape[:-2], -1)
+        return np.concatenate((words.reshape(*codes.shape[:-2], -1), of_tile), axis=-1)
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
         moved = tiles[..., :_CODES_NBYTES].unflatten(-1, (BLOCK // 4, TILE_OUTPUTS, 4)).transpose(-2, -3).flatten(-2)
-        codes = moved >> 1 & 0x78 | (moved & 8) << 4 | moved & 7  # [..., 16, 128]
         scales = tiles[..., _CODES_NBYTES:].clone().view(torch.float32)
-        return codes.view(torch.float8_e4m3fn).float() * scales.unsqueeze(-1)
+        return moved_values(moved) * scales.unsqueeze(-1)
+
+
+def sign_moved(codes: Bytes) -> Bytes:
+    """Bytes of E4M3 as tiles have them."""
+    moved: Bytes = (codes & np.uint8(0x78)) << np.uint8(1) | codes >> np.uint8(4) & np.uint8(8) | codes & np.uint8(7)
+    return moved
+
+
+def moved_values(moved: torch.Tensor) -> torch.Tensor:
+    """The numbers of bytes of tiles."""
+    codes = moved >> 1 & 0x78 | (moved & 8) << 4 | moved & 7
+    return codes.view(torch.float8_e4m3fn).float()
 
 
 def scales_of(stored: torch.Tensor) -> torch.Tensor:
@@ -74,7 +84,16 @@ def scales_of(stored: torch.Tensor) -> torch.Tensor:
     return scales
 
 
-FP8 = Fp8Format()
+class Fp8RowsFormat(Fp8Format):
+    """With a scale for each output."""
+
+    name = "fp8_rows"
+    kernel = 25
+    num_scales = TILE_OUTPUTS
+    tile_nbytes = _CODES_NBYTES + TILE_OUTPUTS * 4
+
+
+FP8, FP8_ROWS = Fp8Format(), Fp8RowsFormat(stored=(-1, 1))
 
 
 @cache
@@ -84,7 +103,10 @@ def fp8_form(suffixes: tuple[str, ...], shape: tuple[int, ...], scales: tuple[in
         return None
     if all(size == 1 for size in scales):
         return Fp8Format(suffixes, scales)
-    return Fp8Format(suffixes) if block_of(shape, scales, (BLOCK, BLOCK)) == (BLOCK, BLOCK) else None
+    block = block_of(shape, scales, (BLOCK, BLOCK))
+    if block == (1, shape[1]):
+        return Fp8RowsFormat(suffixes, scales)
+    return Fp8Format(suffixes) if block == (BLOCK, BLOCK) else None
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -182,4 +204,4 @@ def fp8_values(codes: torch.Tensor) -> torch.Tensor:
 def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
     """[..., 2 n] in float32 from bytes [..., n], the lower four bits first."""
     pairs = codes.view(torch.uint8)
-    return torch.tensor(VALUES)[torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).int()]
+    return torch.tensor(VALUES, device=codes.device)[torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).int()]

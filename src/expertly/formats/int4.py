@@ -23,7 +23,7 @@ _MAX_SCALE = 2048.0
 _NAMES = [f"int4_g{group}{zeros}{half}" for zeros in ("", "_zeros") for half in ("", "_f16") for group in GROUPS]
 """In the order of native/products.h."""
 
-_FIRST_KERNEL = 25
+_FIRST_KERNEL = 27
 
 
 class Int4Format(TiledFormat):

@@ -135,8 +135,8 @@ typedef struct {
 /* -- quantised matrices, which lie in tiles (tiles_body.h) -------------------------------------------------------------- */
 
 /* X(number, prefix of its functions, inputs of a tile, bytes of a tile). A format in Python names the number as `kernel`.
- * Functions of CODE_FORMATS are in codes.h, those of BLOCK_FORMATS in blocks.h, those of INT4_FORMATS in int4.h; each of
- * WEIGHT_FORMATS has its own header.
+ * Functions of CODE_FORMATS are in codes.h, those of BLOCK_FORMATS in blocks.h, those of INT4_FORMATS in int4.h, those of
+ * WEIGHT_FORMATS in fp8.h and nvfp4.h.
  */
 #define CODE_FORMATS(X) \
     X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2) \
@@ -165,7 +165,9 @@ typedef struct {
     X(TQ2_0, tq2_0, 256, 16 * 66) \
     X(NVFP4, nvfp4, 64, 16 * 36)
 #define WEIGHT_FORMATS(X) \
-    X(FP8, fp8, 128, 16 * 128 + 4)
+    X(FP8, fp8, 128, 16 * 128 + 4) \
+    X(FP8_ROWS, fp8_rows, 128, 16 * 128 + 16 * 4) \
+    X(NVFP4_GLOBAL, nvfp4_global, 128, 16 * (128 / 2 + 128 / 16) + 4)
 #define INT4_FORMATS(X) \
     X(INT4_G32, int4_g32, 32, 16 * (32 / 2 + 2)) \
     X(INT4_G128, int4_g128, 128, 16 * (128 / 2 + 2)) \
@@ -189,6 +191,9 @@ enum { TILE_FORMATS(X) NUM_FORMATS };
 #undef X
 
 enum { MAX_GROUP = 256 }; /* the largest tile_group */
+
+/* Whether it is one of WEIGHT_FORMATS, whose inputs are float32 in their own order. */
+INLINE int has_weights(int format) { return format >= FP8 && format < INT4_G32; }
 
 /* Whether units of its tiles are unpacked before they are multiplied; or such a unit. */
 INLINE int has_blocks(int format) { return format >= UNPACKED && format < FP8; }

@@ -70,6 +70,7 @@ INLINE vf NAME(rounded)(int dtype, vf values) {
 
 #include "codes.h"
 #include "fp8.h"
+#include "nvfp4.h"
 #include "int4.h"
 
 /* -- blocks ------------------------------------------------------------------------------------------------------------ */
