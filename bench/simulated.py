@@ -34,8 +34,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     from expertly.policies.promoe import LearnedWeights
     from expertly.scheduler.systems import get_system
     from expertly_lab.model_profile import Measurement
-    from expertly_lab.playing import recorded_requests
-    from expertly_lab.sim.schedule import Selection, make_schedule
+    from expertly_lab.sim.schedule import Selection, make_schedule, num_prompt_rows
     from expertly_lab.sim.study import Memory, Study
     from expertly_lab.trace.reader import Trace
 
@@ -46,7 +45,6 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         expertly.unload(model)
         trace = Trace.open(Path(scratch) / "trace")
         schedule = make_schedule(trace, Selection(len(arguments["requests"])))
-        requests = recorded_requests(trace, schedule)
         beside, _ = expertly.load(store, memory=memory, system="lru", learned="off")
         weights = str(predictor_of(beside, Path(scratch)))
         measurement, quiet = Measurement(beside), Quiet()
@@ -55,11 +53,12 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             given = {"predictor": weights} if get_system(name).weights is not None else {}
             models[name], _ = expertly.load(store, memory=memory, system=name, learned="off", **given)
         ran: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
-        for turn, request in enumerate(requests):
+        for turn, span in enumerate(schedule.test):
+            tokens = trace.rows("token", span.first_row, span.first_row + span.num_rows).tolist()
             names = list(models)
             for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
                 quiet.wait()
-                ran[name].append(play(models[name], request.tokens, request.num_prompt))
+                ran[name].append(play(models[name], tokens, num_prompt_rows(trace, span)))
                 measurement.run()
         study = Study(
             trace,

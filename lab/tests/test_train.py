@@ -124,12 +124,6 @@ def test_needed_leaves_out_what_is_no_choice() -> None:
     assert found.tolist() == [[False, True, False, False], [True, False, False, True]]
 
 
-@pytest.mark.parametrize(("changes", "named"), [({"hidden": 0}, "hidden=0"), ({"distances": (0,)}, r"distances=\[0\]")])
-def test_settings_that_cannot_be_are_refused(changes: dict, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        replace(OPTIONS, **changes)
-
-
 def test_a_layer_that_never_runs_is_named(tmp_path: Path) -> None:
     trace = planted_trace(tmp_path / "trace", 6, 12, ran=lambda row, layer: layer != 2)
     with pytest.raises(TraceError, match="layer 2 runs in none of the rows"):

@@ -52,6 +52,9 @@ def gguf_blocks(type_name: str, shape: tuple[int, ...], dice: np.random.Generato
     """Random bytes [..., rows, blocks * nbytes] of a GGUF type whose weights are about `std` large; its python package
     quantises few.
     """
+    if type_name == "BF16":
+        weights = dice.standard_normal(shape).astype(np.float32) * std
+        return gguf.quants.quantize(weights, gguf.GGMLQuantizationType[type_name])
     size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
     blocks = dice.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
     if type_name == "MXFP4":
@@ -86,11 +89,12 @@ def make_gguf(
     others: Mapping[str, str | None] | None = None,
     metadata: Mapping[str, Any] | None = None,
     more: Mapping[str, tuple[int, ...]] | None = None,
+    std: float = 0.15,
 ) -> Path:
     """A tiny model as llama.cpp has it, its experts in GGUF types, those of down of the last layer in `down`. `split`:
     tensors of a file, whose first is returned. `words`: of its vocabulary. `others`: types of single tensors, None for
     those that are missing. `metadata`: see `set_metadata`. `more`: further tensors by name, of float32, and their
-    shapes.
+    shapes. `std`: of experts' weights, about.
     """
     kinds = gguf.GGMLQuantizationType
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,13 +155,13 @@ def make_gguf(
         if is_minimax:
             add(f"{blk}.exp_probs_b.bias", (NUM_EXPERTS,), std=0.3)
         of_down = down if down is not None and layer == 2 else inner
-        add(f"{blk}.ffn_gate_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner)
-        add(f"{blk}.ffn_up_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner)
-        add(f"{blk}.ffn_down_exps.weight", (NUM_EXPERTS, hidden, intermediate), of_down)
+        add(f"{blk}.ffn_gate_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner, std)
+        add(f"{blk}.ffn_up_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner, std)
+        add(f"{blk}.ffn_down_exps.weight", (NUM_EXPERTS, hidden, intermediate), of_down, std)
     for name, shape in (more or {}).items():
         writer.add_tensor(name, (dice.standard_normal(shape) * 0.15).astype(np.float32))
     set_metadata(writer, architecture, {**usual, **(metadata or {})})
-    _write(writer)
+    write_file(writer)
     return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
@@ -244,11 +248,11 @@ def make_gpt_oss_gguf(path: Path, source: Path, words: Sequence[str] = (), **met
             writer.add_tensor(f"{stem}.weight", blocks(f"{experts}.{fused}", rows), raw_dtype=kind)
             bias = tensors[f"{experts}.{fused}_bias"][:, rows].float().numpy()
             writer.add_tensor(f"{stem}.bias", np.ascontiguousarray(bias))
-    _write(writer)
+    write_file(writer)
     return path
 
 
-def _write(writer: gguf.GGUFWriter) -> None:
+def write_file(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

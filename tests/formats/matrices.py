@@ -12,6 +12,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from expertly.formats.gguf import GGUF_FORMATS
+from expertly.formats.mxfp4 import VALUES
 from expertly.formats.tiles import ExpertFormat
 from tests.formats.gguf_files import gguf_blocks
 
@@ -37,6 +38,25 @@ def fp8_matrix(dice: torch.Generator, rows: int, columns: int) -> Matrix:
         scales.view(-1)[-3:] = torch.tensor([0.0, 1e-39, -0.011])
     weights = codes.view(torch.float8_e4m3fn)
     return (weights, scales), Fp8Dequantize(None)._dequantize_one(weights, scales, torch.float32)
+
+
+def fp8_rows_matrix(dice: torch.Generator, rows: int, columns: int) -> Matrix:
+    """Every number; scales of 0, beyond normal numbers, negative, and such as make what bfloat16 rounds to even."""
+    codes = torch.arange(rows * columns).reshape(rows, columns).to(torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0x80
+    scales = 2.0 ** (torch.rand(rows, 1, generator=dice) * 8 - 12)
+    scales[:4, 0] = torch.tensor([0.0, 1e-39, -0.011, 1 + 2.0**-7])
+    weights = codes.view(torch.float8_e4m3fn)
+    return (weights, scales), weights.float() * scales
+
+
+def nvfp4_matrix(dice: torch.Generator, rows: int, columns: int) -> Matrix:
+    codes = torch.randint(0, 256, (rows, columns // 2), generator=dice, dtype=torch.uint8)
+    scales = torch.randint(0, 256, (rows, columns // 16), generator=dice, dtype=torch.uint8)
+    scales[scales & 0x7F == 0x7F] = 0x00
+    scales, whole = scales.view(torch.float8_e4m3fn), torch.tensor(0.00123)
+    numbers = torch.tensor(VALUES)[torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).int()]
+    return (codes, scales, whole), numbers * (scales.float() * whole).repeat_interleave(16, 1)
 
 
 def int4_matrix(dice: torch.Generator, rows: int, columns: int, group: int, dtype: torch.dtype) -> Matrix:
@@ -70,6 +90,8 @@ def gguf_matrix(dice: torch.Generator, rows: int, columns: int, kind: str) -> Ma
 MATRICES: dict[str, Callable[[torch.Generator, int, int], Matrix]] = {
     "mxfp4": mxfp4_matrix,
     "fp8": fp8_matrix,
+    "fp8_rows": fp8_rows_matrix,
+    "nvfp4_global": nvfp4_matrix,
     "int4_g32": partial(int4_matrix, group=32, dtype=torch.bfloat16),
     "int4_g128": partial(int4_matrix, group=128, dtype=torch.bfloat16),
     "int4_g32_f16": partial(int4_matrix, group=32, dtype=torch.float16),
@@ -85,11 +107,11 @@ MATRICES: dict[str, Callable[[torch.Generator, int, int], Matrix]] = {
 @lru_cache(maxsize=4)  # what several tests ask one after the other
 def made(form: ExpertFormat, width: int, hidden: int, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An expert's blocks, and its weights [I, M, H]; sizes are in groups."""
-    group = form.inner.group
+    forms = [*form.inner(num_matrices), form.down]
+    group = max(one.group for one in forms[:-1])
     width, hidden = width * form.down.group, min(hidden, MOST_HIDDEN // group) * group
     dice = torch.Generator().manual_seed(width)
     shapes = [(width, hidden)] * (num_matrices - 1) + [(hidden, width)]
-    forms = [form.inner] * (num_matrices - 1) + [form.down]
     matrices = [MATRICES[one.name](dice, *shape) for one, shape in zip(forms, shapes, strict=True)]
     *inner, down = (
         one.parts_of(tensors, *shape) for one, (tensors, _), shape in zip(forms, matrices, shapes, strict=True)

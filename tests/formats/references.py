@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertly.formats import group_formats
+from expertly.formats import layout_of
 from expertly.model.packing import pack
 from expertly.store.packed import PackedStore
 from tests.families import load_reference
@@ -36,14 +36,13 @@ def load_gptq(source: Path, dtype: torch.dtype | None = None) -> PreTrainedModel
     config = json.loads((source / "config.json").read_text())
     dtype = dtype or getattr(torch, config["dtype"])
     computed = "bfloat16" if dtype == torch.bfloat16 else "float16"
-    form, tensors = group_formats(config["quantization_config"], computed)[0], read_tensors(source)
-    plain = {name: one for name, one in tensors.items() if not name.endswith(form.suffixes)}
+    layout, tensors = layout_of(config["quantization_config"], computed), read_tensors(source)
+    plain = {name: one for name, one in tensors.items() if not name.endswith(layout.suffixes)}
     for stem, digest in json.loads((source / "weights.json").read_text())[computed].items():
-        parts = [tensors[stem + suffix] for suffix in form.suffixes]
-        weight = form.dequantised(parts, *form.size_of(parts)).contiguous()
+        weight = layout.weight({suffix: tensors[stem + suffix] for suffix in layout.suffixes}).contiguous()
         assert hashlib.sha256(weight.view(torch.uint8).numpy()).hexdigest()[:16] == digest, stem
         plain[f"{stem}.weight"] = weight
-    assert len(plain) + (len(form.suffixes) - 1) * sum(name.endswith(".qweight") for name in tensors) == len(tensors)
+    assert len(plain) + (len(layout.suffixes) - 1) * sum(name.endswith(".qweight") for name in tensors) == len(tensors)
     folder = write_checkpoint(source.with_name(f"{source.name}-plain"), plain, source, quantization_config=None)
     return load_reference(folder, dtype=dtype)
 

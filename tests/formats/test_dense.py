@@ -20,7 +20,7 @@ from expertly.cli.main import main
 from expertly.core.errors import CheckpointError, ExpertlyError, ModelUseError
 from expertly.engine.memory import beside_experts
 from expertly.formats import FORMATS
-from expertly.model.dequantizer import BlockDequantizer
+from expertly.formats.fp8 import Fp8Layout
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.model.tiled import TiledEmbedding, TiledLayer
@@ -311,9 +311,10 @@ def test_experts_in_fp4_are_decoded_as_transformers_decodes_them() -> None:
     scales = torch.randint(110, 130, (48, 4), generator=dice, dtype=torch.uint8)
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
-    assert torch.equal(BlockDequantizer(quantization | {"expert_dtype": "fp4"}).weight((codes, scales)), wanted)
+    tensors = {".weight": codes, ".weight_scale_inv": scales}
+    assert torch.equal(Fp8Layout(quantization | {"expert_dtype": "fp4"}, "float32").weight(tensors), wanted)
     with pytest.raises(CheckpointError, match=r"weights in torch\.int8: must be FP8"):
-        BlockDequantizer(quantization).weight((codes, scales))
+        Fp8Layout(quantization, "float32").weight(tensors)
 
 
 def test_pack_says_what_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,48 @@ def test_a_layer_may_have_two_types(
             torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=1e-5 * logits.abs().max())
 
 
+MIXES: dict[str, tuple[str, str, str, str]] = {
+    "i-quants": ("IQ2_XXS IQ2_XS IQ2_S", "IQ3_XXS IQ3_S IQ1_S", "IQ1_M IQ3_S IQ2_XS", "IQ2_S"),
+    "k-quants": ("Q2_K Q3_K IQ4_XS", "Q4_K Q2_K Q3_K", "Q3_K IQ4_XS Q6_K", "Q2_K"),
+    "ternary": ("TQ1_0 TQ2_0 IQ4_NL", "Q8_0 IQ4_NL TQ1_0", "NVFP4 TQ2_0 Q5_1", "IQ4_XS"),
+}
+"""Types of gate, up and down in each layer, and of the dense part."""
+
+
+@pytest.mark.parametrize("kernels", ["native", "generic", "torch"])
+@pytest.mark.parametrize("name", MIXES)
+def test_types_may_differ_between_layers_and_matrices(
+    name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels != "torch" and not libraries()[0]:
+        pytest.skip(libraries()[1])
+    monkeypatch.setenv(VARIABLE, kernels)
+    *inner, dense = MIXES[name]
+    kinds = [kinds.split() for kinds in inner]
+    others: dict[str, str | None] = {
+        f"blk.{layer}.ffn_{matrix}_exps.weight": kind
+        for matrix, of_matrix in zip(("gate", "up", "down"), kinds, strict=True)
+        for layer, kind in enumerate(of_matrix)
+    }
+    others["token_embd.weight"] = dense
+    path = make_gguf(tmp_path / "model.gguf", dense=dense, others=others, intermediate=1024, std=0.05)
+    store = pack(path, tmp_path / "store")
+    store.verify()
+    assert [layer.format for layer in store.manifest.layers] == [
+        "+".join(of).lower() for of in zip(*kinds, strict=True)
+    ]
+    in_file = sum(ref.nbytes for name, ref in open_checkpoint(path).tensors.items() if "_exps" in name)
+    assert in_file <= store.experts_nbytes <= 1.005 * in_file, "but for padding"
+    assert set(store.manifest.dense_formats.values()) == {dense.lower(), "q8_0"}
+    reference, prompts = load_gguf(path), make_prompts(2, length=14)
+    tokens, logits = generate(reference, prompts), logits_of(reference, prompts)
+    usages = [("lru", "25%", 1), ("expertly-ahead", "25%", 4), ("lru", "100%", 4), ("expertly-ahead", "100%", 1)]
+    for system, memory, segments in usages if kernels == "native" else usages[1:2]:
+        with loaded(store.folder, memory=memory, system=system, segments=segments) as model:
+            assert generate(model, prompts) == tokens, f"{system} {memory} P={segments}"
+            torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=1e-5 * logits.abs().max())
+
+
 EXTREMES = (65504, -65504, 2**-24, -(2**-24), 0, -0.0, 2**-14, 1023 * 2**-24)
 """The largest float16 numbers, the smallest, and the smallest normal one."""
 
@@ -103,11 +145,28 @@ def test_a_named_dtype_converts_as_transformers_does(tmp_path: Path, monkeypatch
     """Types that are not kept, too. By torch's products and attention, as a bfloat16 of both is to be the same."""
     monkeypatch.setenv(VARIABLE, "torch")
     path = make_gguf(tmp_path / "model.gguf", "Q8_0", others={DOWN: "F16"}, **SMALL)
-    refused(path, CheckpointError, rf"{DOWN}: in F16; accepted: one of Q8_0, Q4_0, .*; or name a dtype")
+    refused(path, CheckpointError, rf"{DOWN}: in F16; accepted beside quantised .*: Q8_0, Q4_0, .*; or name a dtype")
     store = pack(path, tmp_path / "store", "bfloat16")
     prompts = make_prompts(1, length=14)
     with loaded(store.folder, memory="50%") as model:
         assert generate(model, prompts) == generate(load_gguf(path, torch.bfloat16), prompts)
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32")])
+def test_experts_that_are_not_quantised_keep_their_dtype(
+    experts: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is beside them: the store has the experts' bytes, and the tokens are transformers' in that dtype."""
+    monkeypatch.setenv(VARIABLE, "torch")
+    path = make_gguf(tmp_path / "model.gguf", experts, dense="Q8_0", **SMALL)
+    store = pack(path, tmp_path / "store")
+    assert (store.manifest.stored_as, store.manifest.dtype) == (dtype, dtype)
+    files = open_checkpoint(path)
+    of_file = sum(ref.nbytes for name, ref in files.tensors.items() if name.endswith("_exps.weight"))
+    assert store.experts_nbytes == of_file and needs_of(str(path)).dtype == dtype
+    prompts = make_prompts(1, length=14)
+    with loaded(store.folder, memory="50%") as model:
+        assert generate(model, prompts) == generate(load_gguf(path, getattr(torch, dtype)), prompts)
 
 
 def test_split_files_are_one_model(tmp_path: Path) -> None:
@@ -312,7 +371,10 @@ def test_metadata_of_gpt_oss_is_checked(key: str, value: Any, accepted: str, tmp
     [
         ({DOWN: None}, r"no tensor for model\.layers\.1\.mlp\.experts\.down_proj"),
         ({"blk.0.attn_q.weight": None}, r"no tensor for model\.layers\.0\.self_attn\.q_proj"),
-        ({"blk.0.ffn_up_exps.weight": "Q4_0"}, r"ffn_gate_exps.* in Q4_0, Q8_0; accepted: one of"),
+        (
+            {"blk.0.ffn_up_exps.weight": "F16"},
+            r"blk\.0\.ffn_up_exps\.weight: in F16; accepted beside quantised matrices",
+        ),
     ],
 )
 def test_missing_and_mixed_tensors_are_refused(others: dict[str, Any], message: str, tmp_path: Path) -> None:

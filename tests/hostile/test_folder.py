@@ -52,6 +52,25 @@ def index(**files: str) -> Callable[[Path], None]:
     return apply
 
 
+def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        for change in changes:
+            change(folder)
+
+    return apply
+
+
+def adapter_alone(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "maker/base"}')
+
+
+def pointer(name: str) -> Callable[[Path], None]:
+    """What git leaves of a large file without git-lfs."""
+    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 4976698672\n"
+    return lambda folder: (folder / name).write_text(text) and None
+
+
 def as_pipe(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     os.mkfifo(folder / WEIGHTS)
@@ -120,6 +139,19 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a header of 33 MiB": (
         lambda folder: (folder / WEIGHTS).write_bytes((33 << 20).to_bytes(8, "little")) and None,
         "header length 34603008: more than the 33554432 bytes accepted",
+    ),
+    **{
+        f"a pointer as {name}": (pointer(name), f"{name}: is a git-lfs pointer, not the file: run git lfs pull")
+        for name in (WEIGHTS, "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    },
+    "a pointer as a shard": (
+        both(index(b="b.safetensors"), pointer("b.safetensors")),
+        "b.safetensors: is a git-lfs pointer",
+    ),
+    "a pointer as another vocabulary": (pointer("tokenizer.model"), "tokenizer.model: is a git-lfs pointer"),
+    "an adapter alone": (
+        adapter_alone,
+        "model: an adapter (LoRA) of 'maker/base' without its model; merge it into that first",
     ),
     "a pipe": (as_pipe, f"{WEIGHTS}: a pipe; must be a file"),
 }

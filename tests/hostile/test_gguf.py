@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 
 from expertly.core.errors import CheckpointError
 from expertly.model.packing import pack
 from tests.families import VOCAB_SIZE
-from tests.formats.gguf_files import WORDS, make_gguf, set_strings
+from tests.formats.gguf_files import WORDS, make_gguf, set_metadata, set_strings
 from tests.hostile.cases import run_command
 
 KIND = gguf.GGUFValueType
@@ -144,6 +145,32 @@ METADATA: dict[str, tuple[Metadata, str]] = {
     ),
 }
 """Of each case the metadata that is changed, and what is said of it."""
+
+
+BESIDE_MODELS: dict[str, tuple[str, Metadata, str]] = {
+    "an encoder": ("clip", {"general.type": "mmproj"}, "general.type='mmproj': an encoder of images or sound"),
+    "an old encoder": ("clip", {"general.type": None}, "an encoder of images or sound for a model"),
+    "an imatrix": ("qwen3moe", {"general.type": "imatrix", "general.architecture": None}, "an importance matrix"),
+    "an adapter": ("qwen3moe", {"general.type": "adapter"}, "an adapter (LoRA) for a model; merge it into that"),
+    "git's pointer": ("", {}, "model.gguf: is a git-lfs pointer, not the file: run git lfs pull"),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_MODELS)
+def test_what_is_beside_a_model_is_named_for_what_it_is(name: str, tmp_path: Path) -> None:
+    architecture, metadata, sentence = BESIDE_MODELS[name]
+    path = tmp_path / "model.gguf"
+    if architecture:
+        writer = gguf.GGUFWriter(path, architecture)
+        set_metadata(writer, architecture, metadata)
+        writer.add_tensor("blk.0.attn_q.weight", np.zeros((4, 4), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    else:
+        path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 4976698672\n")
+    refused(path, sentence)
 
 
 @pytest.mark.parametrize("name", METADATA)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from expertly import api
+from expertly.core.errors import CheckpointError
+from expertly.model import loading
 from tests.families import make_checkpoint
 from tests.hostile.cases import edited, run_command
 
@@ -170,6 +172,42 @@ def test_what_is_no_tokenizer_is_refused(name: str, imported: Any, tmp_path: Pat
     ended.is_refused(sentence)
     if name != "a panic of an answer":  # of which Rust says something, too
         assert all(line.startswith("expertly: ") for line in ended.err.splitlines()), ended.err
+
+
+PIECES = b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02\n\x0b\n\x04\xe2\x96\x81a\x15\0\0\0\0"
+"""A vocabulary of sentencepiece: <unk> and a word."""
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model"])
+def test_what_a_vocabulary_of_sentencepiece_needs_is_said(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "is_sentencepiece_available", lambda: False)
+    (tmp_path / name).write_bytes(PIECES)
+    with pytest.raises(CheckpointError, match=f"{name}: a vocabulary of sentencepiece: pip install sentencepiece"):
+        loading.load_tokenizer(tmp_path)
+    make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
+    (tmp_path / "model" / name).write_bytes(PIECES)
+    assert loading.load_tokenizer(tmp_path / "model") is not None, "beside a tokenizer.json nobody reads it"
+
+
+@pytest.mark.parametrize(("family", "is_right"), [("mixtral", True), ("qwen3_moe", False)])
+def test_a_vocabulary_of_sentencepiece_is_split_as_by_itself(family: str, is_right: bool, tmp_path: Path) -> None:
+    """transformers reads it by the class of the family, which may be one of another kind."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    trained = {"model_prefix": str(tmp_path / "tokenizer"), "vocab_size": 300, "byte_fallback": True}
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_type="bpe", hard_vocab_limit=False, minloglevel=2, **trained
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    if is_right:
+        processor = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
+        ids = loading.load_tokenizer(tmp_path)("over the fox", add_special_tokens=False)["input_ids"]
+        assert ids == processor.encode("over the fox")
+        return
+    with pytest.raises(CheckpointError, match="splits text otherwise than sentencepiece; accepted: the right"):
+        loading.load_tokenizer(tmp_path)
 
 
 RUNS: dict[str, Callable[[Path], None]] = {

@@ -38,7 +38,7 @@ def with_biases(
     num_inner: int,
     hidden: int,
     width: int,
-    formats: tuple[int, int],
+    formats: tuple[int, int, int],
     nbytes: tuple[int, int] = (0, 0),
 ) -> Biased:
     """`nbytes`: from row to row (or block to block) and from matrix to matrix."""

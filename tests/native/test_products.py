@@ -140,7 +140,7 @@ def test_experts_in_one_call(kernels: Kernels, num_inner: int, set_threads: Call
         rows = values(dice, 2, r, num_inner + 1, width, dtype=dtype) / 8
         x = values(dice, TASK_TOKENS, width, dtype=dtype)
         nbytes = (num_inner + 1) * width * dtype.itemsize, width * dtype.itemsize
-        layer = with_biases(dtype, num_inner, width, begin + r, (NO_DOWN, NO_DOWN), nbytes)
+        layer = with_biases(dtype, num_inner, width, begin + r, (NO_DOWN,) * 3, nbytes)
         for n, num_threads in ((1, 1), (1, 2), (3, 2), (TASK_TOKENS, 3)):
             set_threads(num_threads)
             tasks = (rows[0].data_ptr(), n, 1, rows[1].data_ptr(), 1, 1)

@@ -27,13 +27,20 @@ def name_of(value: Any) -> str:
     return getattr(value, "name", str(value))
 
 
+MIXED = ("q2_k+iq4_nl+q3_k", "q8_0+iq2_s+nvfp4", "nvfp4+tq1_0+q4_0", "q4_0+q6_k")
+"""Formats of gate, up and down, whose groups differ."""
+
+
 @pytest.fixture(params=FORMATS)
 def form(request: pytest.FixtureRequest) -> ExpertFormat:
     return expert_format(request.param)
 
 
 @pytest.mark.parametrize(
-    ("form", "library", "sizes"), sorted(pairs([*FORMATS], AVAILABLE, SIZES), key=str), indirect=["form"], ids=name_of
+    ("form", "library", "sizes"),
+    sorted(pairs([*FORMATS, *MIXED], AVAILABLE, SIZES), key=str),
+    indirect=["form"],
+    ids=name_of,
 )
 @pytest.mark.parametrize("part", KERNEL_TOKENS)
 def test_products(
@@ -46,7 +53,7 @@ def test_products(
     kernels = Kernels(library, "for a test")
     blocks, weights = made(form, *sizes)
     blocks = torch.cat((blocks, blocks.flip(0)))  # a second expert behind it
-    for dtype in (torch.float32,) if form.inner in GGUF_FORMATS else kernels.dtypes:  # that GGUF files are computed in
+    for dtype in (torch.float32,) if form.up in GGUF_FORMATS else kernels.dtypes:  # that GGUF files are computed in
         if form.name.endswith("_f16") and dtype == torch.bfloat16:
             continue  # such experts are converted
         if part == "decoded":
@@ -124,13 +131,13 @@ def assert_one_call(
 @pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
 def test_a_matrix_by_itself(form: ExpertFormat, library: Any) -> None:
     """Of a linear layer: decoded to the bit, multiplied with its bias added before the product is rounded."""
-    kernels, one = Kernels(library, "for a test"), form.inner
+    kernels, one = Kernels(library, "for a test"), form.up
     rows, columns = 3 * one.group, 2 * one.group
     tensors, weights = MATRICES[one.name](torch.Generator().manual_seed(1), rows, columns)
     blocks = torch.from_numpy(one.pack(one.parts_of(tensors, rows, columns)))
     assert blocks.shape == (rows // 16, one.block_nbytes_of(rows, columns))
     assert torch.equal(one.decode(blocks), weights)
-    formats, dice = (one.kernel, NO_DOWN), torch.Generator().manual_seed(0)
+    formats, dice = (one.kernel, one.kernel, NO_DOWN), torch.Generator().manual_seed(0)
     for dtype in (torch.float32,) if one in GGUF_FORMATS else kernels.dtypes:
         if one.name.endswith("_f16") and dtype == torch.bfloat16:
             continue

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from expertly.core.errors import CheckpointError
-from expertly.store.checkpoint import Checkpoint
+from expertly.store.checkpoint import Checkpoint, has_weights
 from tests.store.builders import entry, safetensors_bytes, write_checkpoint
 
 INDEX = "model.safetensors.index.json"
@@ -50,7 +50,7 @@ BAD_SHARDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "lacks its tensor": (lambda path: set_index(path.parent, t0=SHARD, t1=SHARD), "tensor 't0' is not in it"),
     "has another's tensor": (
         lambda path: path.write_bytes(safetensors_bytes({"t0": entry("U8", (4,), (0, 4))}, b"abcd")),
-        "tensor 't0' is also in model-00001",
+        "tensor 't1' is not in it",
     ),
 }
 
@@ -75,7 +75,7 @@ def test_a_shard_truncated_after_opening_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../escape.safetensors", "/etc/passwd", "..", "", "a\\b", "sub/x.safetensors", 3, None]
+    "name", ["../escape.safetensors", "/etc/passwd", "..", "", "a\\b", "sub/../../x.safetensors", "sub//x", 3, None]
 )
 def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: Any) -> None:
     set_index(write_checkpoint(tmp_path), t0=name)
@@ -134,6 +134,137 @@ def test_a_config_that_claims_more_than_there_is_is_refused(
         Checkpoint.open(tmp_path)
 
 
+def file_of(*names: str, value: int = 9) -> bytes:
+    """Of tensors as `write_checkpoint` makes them, all of `value`."""
+    header = {name: entry("U8", (4,), (4 * at, 4 * at + 4)) for at, name in enumerate(names)}
+    return safetensors_bytes(header, bytes([value] * 4 * len(names)))
+
+
+def without_index(folder: Path) -> None:
+    (folder / INDEX).unlink()
+
+
+def renamed(folder: Path) -> None:
+    without_index(folder)
+    for number, path in enumerate(sorted(folder.glob("*.safetensors"))):
+        path.rename(folder / f"weights-{number}.safetensors")
+
+
+def moved(*, index: str, prefix: str = "") -> Callable[[Path], None]:
+    """Shards in a folder of their own, and an index above or in it, or none."""
+
+    def change(folder: Path) -> None:
+        (folder / "sub").mkdir()
+        for path in sorted(folder.glob("*.safetensors")):
+            path.rename(folder / "sub" / path.name)
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        without_index(folder)
+        if index:
+            set_index(folder / index, **{name: prefix + file for name, file in weight_map.items()})
+
+    return change
+
+
+def overlaid(folder: Path) -> None:
+    """A shard that was written later has t0, too."""
+    overlay = folder / "overlay.safetensors"
+    overlay.write_bytes(file_of("t0", value=0))
+    (folder / SHARD.replace("2-of", "1-of")).unlink()
+    both = {"t0": entry("U8", (4,), (0, 4)), "t1": entry("U8", (4,), (4, 8))}
+    (folder / SHARD).write_bytes(safetensors_bytes(both, bytes([9] * 4 + [1] * 4)))
+    set_index(folder, t0=overlay.name, t1=SHARD)
+
+
+def adapted(folder: Path) -> None:
+    without_index(folder)
+    (folder / "adapter_model.safetensors").write_bytes(file_of("t0"))
+
+
+def merged(folder: Path) -> None:
+    """The index is of shards that were there before."""
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    (folder / "model.safetensors").write_bytes(
+        safetensors_bytes({"t0": entry("U8", (4,), (0, 4)), "t1": entry("U8", (4,), (4, 8))}, b"\0" * 4 + b"\1" * 4)
+    )
+
+
+def beside(name: str, *names: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(file_of(*names)) and None
+
+
+LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "shards without an index": (without_index, ""),
+    "files of any names": (renamed, ""),
+    "an adapter beside them": (adapted, ""),
+    "shards in a folder that the index names": (moved(index=".", prefix="sub/"), ""),
+    "in a folder that it does not name": (moved(index="."), ""),
+    "in a folder with their index": (moved(index="sub"), ""),
+    "in a folder without one": (moved(index=""), ""),
+    "an overlay": (overlaid, f"{INDEX}: names other files for 1 tensors that are in several; not read: t0 in 'model-"),
+    "a stray model.safetensors": (beside("model.safetensors", "t0", "t1"), "safetensors: not read: model.safetensors."),
+    "a file that the index does not name": (beside("consolidated.safetensors", "t0", "t1"), ""),
+    "an index of what was there before": (merged, f"{INDEX}: not used: none of the 2 files that it names is there"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_index_decides_or_else_the_headers_do(layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    change, line = LAYOUTS[layout]
+    change(write_checkpoint(tmp_path))
+    assert has_weights(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert {name: checkpoint.read(name).tolist() for name in checkpoint.tensors} == {"t0": [0] * 4, "t1": [1] * 4}
+    assert len(checkpoint.identity) == len(checkpoint.stamp) == 64
+    assert len(caplog.messages) == bool(line) and line in "".join(caplog.messages)
+
+
+def in_two_folders(folder: Path) -> None:
+    moved(index="")(folder)
+    shutil.copytree(folder / "sub", folder / "other")
+
+
+def without_first(folder: Path) -> None:
+    without_index(folder)
+    (folder / SHARD.replace("2-of", "1-of")).unlink()
+
+
+def overlaid_without_index(folder: Path) -> None:
+    overlaid(folder)
+    without_index(folder)
+    (folder / SHARD).rename(folder / "model.x.safetensors")
+
+
+def adapter_alone(base: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+        (folder / "adapter_model.safetensors").write_bytes(file_of("lora_A"))
+
+    return change
+
+
+NO_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a shard less": (without_first, "model-00001-of-00002.safetensors: missing shard: the weights are split into 2"),
+    "a tensor in two files": (
+        overlaid_without_index,
+        f"'t0' is also in model.x.safetensors: {INDEX} must say which",
+    ),
+    "weights in two folders": (in_two_folders, "weights are in several folders in it: other, sub; give one"),
+    "an adapter": (adapter_alone("maker/base"), r"an adapter \(LoRA\) of 'maker/base' without its model; merge it"),
+    "an adapter of nothing": (adapter_alone(5), r"an adapter \(LoRA\) without its model; merge it"),
+}
+
+
+@pytest.mark.parametrize("case", NO_MODELS)
+def test_what_nothing_decides_is_refused(case: str, tmp_path: Path) -> None:
+    change, said = NO_MODELS[case]
+    change(write_checkpoint(tmp_path))
+    with pytest.raises(CheckpointError, match=said):
+        Checkpoint.open(tmp_path)
+
+
 def test_other_formats_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()  # as GGUF files come from the hub: beside them lies no config
     with pytest.raises(CheckpointError, match=r"found model\.gguf, a file to give itself"):
@@ -160,6 +291,7 @@ def test_identity_is_of_the_content(tmp_path: Path) -> None:
     config = write_checkpoint(tmp_path / "c", config={"model_type": "other"})
     large = [write_checkpoint(tmp_path / f"large-{value}", shards=1) for value in range(2)]  # those are sampled
     for value, folder in enumerate(large):
+        (folder / INDEX).unlink()
         save_file({"t0": np.full(6 << 20, value, np.uint8)}, folder / "model.safetensors")
     folders = [changed, config, write_checkpoint(tmp_path / "e", shards=3), *large]
     assert len({first, *(Checkpoint.open(folder).identity for folder in folders)}) == 6

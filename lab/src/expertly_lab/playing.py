@@ -4,33 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from expertly.model.playing import Choose, Played, forward, greedy
-from expertly_lab.sim.schedule import Schedule, num_prompt_rows
-from expertly_lab.trace.reader import Trace
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedRequest:
-    """A request's recorded tokens, which every system is fed alike; the first `num_prompt` are the prompt."""
-
-    tokens: tuple[int, ...]
-    num_prompt: int
-    number: int = 0  # in its trace
-
-
-def recorded_requests(trace: Trace, schedule: Schedule) -> list[RecordedRequest]:
-    """The requests that systems are tried on. The schedule is of whole requests."""
-    found = []
-    for span in schedule.test:
-        assert span.request is not None
-        tokens = trace.rows("token", span.first_row, span.first_row + span.num_rows).tolist()
-        found.append(RecordedRequest(tuple(tokens), num_prompt_rows(trace, span), span.request))
-    return found
 
 
 def feed(model: Any, tokens: Sequence[int], num_prompt: int) -> Played:

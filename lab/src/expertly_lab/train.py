@@ -45,11 +45,6 @@ class TrainOptions:
     plain: bool = False  # without the path past the hidden layer, as ProMoE's networks are
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "epochs", "patience", "batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
-        if not self.distances or min(self.distances) < 1:
-            raise ConfigError(f"distances={list(self.distances)}: must be one or more whole numbers from 1")
         try:
             torch.empty(1, device=self.device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has one for each reason

@@ -53,7 +53,14 @@ def test_json_is_one_object_and_the_file_says_the_same(trace: Path, tmp_path: Pa
     assert result["seconds"] > 0 and result["mean"]["1"]["learned"] > result["mean"]["1"]["token_id"] + 0.05
     about = read_learned(out, LearnedWeights).about
     assert about["mean"] == result["mean"] and about["split"] == "7:3" and about["seed"] == seed
-    assert [row[:2] for row in about["accuracy"]] == [[1, 1], [1, 2], [1, 3], [2, 1], [2, 2], [2, 3]]
+    assert [[row["distance"], row["layer"]] for row in result["accuracy"]] == [
+        [1, 1],
+        [1, 2],
+        [1, 3],
+        [2, 1],
+        [2, 2],
+        [2, 3],
+    ]
     assert "--json" not in about["source"] and about["source"].startswith("960 tokens of 16 requests")
 
 

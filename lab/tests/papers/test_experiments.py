@@ -64,6 +64,18 @@ def test_a_faster_link_takes_less_time_and_loads_the_same(session: Session) -> N
     assert fast.facts["bytes_loaded"] == slow.facts["bytes_loaded"] and "x 6" not in str(slow.facts)
 
 
+@pytest.mark.parametrize("system", ["lru", "on-demand"])
+def test_six_devices_wait_less_and_hit_the_same(system: str, session: Session) -> None:
+    lab = session.lab("full")
+    alone, six = (lab.run(system, num_devices=num) for num in (1, 6))
+    assert six.samples[WAITING.name].value < alone.samples[WAITING.name].value
+    assert np.array_equal(six.samples[HITS.name].sums, alone.samples[HITS.name].sums)
+    assert six.facts["bytes_loaded"] == alone.facts["bytes_loaded"]
+    for facts, samples in ((each.facts, each.samples) for each in (alone, six)):
+        decode_s = facts["tpot_s"] * facts["decode_iterations"]
+        assert samples[WAITING.name].value == pytest.approx(facts["decode_stall_s"] / decode_s)
+
+
 def test_what_a_trace_lacks_is_modelled_or_said(session: Session) -> None:
     assert session.lab("bare").run("promoe").is_modelled and not session.lab("full").run("lru").is_modelled
     needing = replace(find_experiment("fmoe:9"), needs=("prompts",))

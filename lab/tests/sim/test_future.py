@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.policies.known import NEVER
 from expertly_lab.sim import future as future_module
-from expertly_lab.sim.future import TraceFuture, belady_hits, next_uses
+from expertly_lab.sim.future import TraceFuture, next_uses
 from expertly_lab.sim.workload import RowRange, TraceWorkload
 from expertly_lab.trace.reader import Trace
 from lab.tests.sim.drive import random_trace, sized
@@ -95,20 +93,3 @@ def test_a_missing_folder_is_an_error_that_says_what_to_do(tmp_path: Path, monke
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with pytest.raises(ConfigError, match=r"temporary files: No such file.*belady and oracle needs \d+ bytes.*TMPDIR"):
         next_uses(TraceWorkload(trace, [RowRange(None, 0, trace.num_rows)]))
-
-
-def test_no_cache_hits_more_than_is_said_to_be_possible():
-    """Against every choice of what to keep, from every content to begin with."""
-    rng = np.random.default_rng(3)
-    for _ in range(60):
-        demands = rng.integers(0, 5, rng.integers(0, 9)).tolist()
-        for capacity in range(4):
-            states = {frozenset(kept): 0 for kept in itertools.combinations(range(5), capacity)}
-            for expert in demands:
-                after: dict[frozenset[int], int] = {}
-                for kept, hits in states.items():
-                    others = [kept] if expert in kept else [kept, *(kept - {one} | {expert} for one in kept)]
-                    for other in others:
-                        after[other] = max(after.get(other, 0), hits + (expert in kept))
-                states = after
-            assert belady_hits(demands, capacity) == max(states.values()), (demands, capacity)

@@ -77,6 +77,10 @@ _FILES_OF_A_MODEL = {
 
 _TEMPLATES = "additional_chat_templates"
 
+_POINTER = b"version https://git-lfs"
+_POINTER_NBYTES = 1024
+"""Beginning, and most bytes, of what git leaves in place of a large file that was not downloaded."""
+
 
 def open_file(path: Path, failure: type[ExpertlyError]) -> FileIO:
     """Open a regular file, or a link to one, for reading. Raises `failure` naming the file; it never waits, as opening
@@ -86,7 +90,10 @@ def open_file(path: Path, failure: type[ExpertlyError]) -> FileIO:
         _check_kind(path, os.stat(path), failure)
         file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         try:
-            _check_kind(path, os.fstat(file.fileno()), failure)  # it may have been replaced in between
+            about = os.fstat(file.fileno())
+            _check_kind(path, about, failure)  # it may have been replaced in between
+            if about.st_size < _POINTER_NBYTES and os.pread(file.fileno(), len(_POINTER), 0) == _POINTER:
+                raise failure(f"{path}: is a git-lfs pointer, not the file: run git lfs pull")
         except BaseException:
             file.close()
             raise

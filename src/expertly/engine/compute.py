@@ -156,7 +156,7 @@ class LayerCompute:
         if self.max_tokens and all(bias.dtype == dtype for bias in biases):
             activation = recognise(self._activate, dtype, is_gated=is_gated)
         if activation is not None:
-            formats = (NO_DOWN, NO_DOWN) if form is None else form.kernels
+            formats = (NO_DOWN,) * 3 if form is None else form.kernels
             shape, nbytes = (self._num_inner, geometry.hidden_size), (self._row_nbytes, self._matrix_nbytes)
             self.products = ExpertProducts(formats, shape, *nbytes, activation, self._in_bias, self.down_bias)
 

@@ -6,20 +6,27 @@ them to weights. `FORMATS` has all formats by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from expertly.core.errors import ConfigError, UnsupportedModelError
+from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.core.geometry import LayerGeometry
-from expertly.formats.fp8 import FP8
+from expertly.formats.compressed import PACK_QUANTIZED, CompressedLayout, ModelOptLayout
+from expertly.formats.fp8 import FP8, FP8_ROWS, Fp8Layout
 from expertly.formats.gguf import GGUF_FORMATS, Q4_0, Q8_0
-from expertly.formats.gptq import AWQ, awq, gptq
-from expertly.formats.int4 import PACK_QUANTIZED, Int4Format, pack_quantized
+from expertly.formats.gptq import AWQ, AwqLayout, GptqLayout, auto_round
+from expertly.formats.layouts import Header, Layout, is_plain
+from expertly.formats.mlx import MlxLayout
 from expertly.formats.mxfp4 import MXFP4
+from expertly.formats.nvfp4 import NVFP4
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 
-FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS, *PACK_QUANTIZED, *AWQ)}
+FORMATS: dict[str, TiledFormat] = {
+    one.name: one for one in (MXFP4, FP8, FP8_ROWS, NVFP4, *GGUF_FORMATS, *PACK_QUANTIZED, *AWQ)
+}
 
 ROUNDED_TO: dict[str, RoundingFormat] = {"mxfp4": MXFP4, "int4": Q4_0, "int8": Q8_0}
 """Formats to which an unquantised checkpoint can be rounded, by their names in --quantize."""
@@ -34,12 +41,13 @@ def rounding_format(name: object) -> RoundingFormat:
 
 @cache
 def expert_format(name: str) -> ExpertFormat:
-    """The format with a name in FORMATS, or two names with a plus: of gate and up, then of down. Raises ConfigError."""
-    inner, _, down = name.partition("+")
-    for one in (inner, down or inner):
-        if one not in FORMATS:
-            raise ConfigError(f"format={name!r:.80}: unknown; accepted: {', '.join(FORMATS)}")
-    return ExpertFormat(FORMATS[inner], FORMATS[down or inner])
+    """The format with a name in FORMATS, or names with a plus between: of gate and up, then of down; or of all three.
+    Raises ConfigError.
+    """
+    names = name.split("+")
+    if len(names) > 3 or not set(names) <= FORMATS.keys():
+        raise ConfigError(f"format={name!r:.80}: unknown; accepted: {', '.join(FORMATS)}")
+    return ExpertFormat(FORMATS[names[0]], FORMATS[names[len(names) // 3]], FORMATS[names[-1]])
 
 
 def check_format(layer: LayerGeometry) -> None:
@@ -55,33 +63,43 @@ def check_format(layer: LayerGeometry) -> None:
         )
 
 
-_GROUPED: dict[str, Callable[[Mapping[str, Any], str], Sequence[Int4Format]]] = {
-    "compressed-tensors": pack_quantized,
-    "gptq": gptq,
-    "awq": awq,
+LAYOUTS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
+    "fp8": Fp8Layout,
+    "compressed-tensors": CompressedLayout,
+    "modelopt": ModelOptLayout,
+    "gptq": GptqLayout,
+    "awq": AwqLayout,
+    "auto-round": auto_round,
+    "mlx": MlxLayout,
 }
-GROUP_METHODS = tuple(_GROUPED)
-"""Values of `quant_method` that `group_formats` knows."""
+"""By `quant_method` of `quantization_config`; of MLX, which has none, "mlx"."""
 
 
-def group_formats(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
-    """The formats that matrices of a checkpoint with this `quantization_config` may have, if the model computes in
-    `dtype`; they differ in the dtype of scales. They take tensors as the checkpoint has them; their tiles are those of
-    the format with the same name in FORMATS.
+def layout_of(quantization: Mapping[str, Any], dtype: str) -> Layout:
+    """Of a method in LAYOUTS, for a model that computes in `dtype`. Raises UnsupportedModelError naming a field."""
+    return LAYOUTS[quantization["quant_method"]](quantization, dtype)
 
-    Raises UnsupportedModelError naming the field of the config that is not supported.
+
+def format_of(quantization: object, tensors: Mapping[str, Header], dtype: str) -> str:
+    """The name of the format that keeps most bytes of a checkpoint with these tensors (none: only the config is known);
+    "" where none does, or the layout is refused.
     """
-    return _GROUPED[quantization["quant_method"]](quantization, dtype)
-
-
-def format_of(quantization: object, dtypes: Mapping[str, str], dtype: str) -> str:
-    """The name of a checkpoint's format, by `TiledFormat.is_of`; "" where there is none, or its quantizer refuses."""
-    if not isinstance(quantization, dict):
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method == MXFP4.name:
+        return MXFP4.name
+    if not isinstance(quantization, dict) or method not in LAYOUTS:
         return ""
-    forms: Iterable[TiledFormat] = FORMATS.values()
-    if quantization.get("quant_method") in GROUP_METHODS:
-        try:
-            forms = group_formats(quantization, dtype)
-        except UnsupportedModelError:
-            return ""
-    return next((form.name for form in forms if form.is_of(quantization, dtypes, dtype)), "")
+    try:
+        layout = layout_of(quantization, dtype)
+        if not tensors:
+            form = layout.usual_form()
+            return "" if form is None else form.name
+        sizes: Counter[str] = Counter()
+        for stem, matrix in layout.matrices(tensors).items():
+            if not is_plain(matrix):
+                layout.check(stem, matrix)
+                form = layout.form_of(stem, matrix)
+                sizes[form.name if form else ""] += math.prod(next(iter(matrix.values()))[1])
+    except (UnsupportedModelError, CheckpointError):  # packing says so, naming the file
+        return ""
+    return max(sizes, key=lambda name: sizes[name], default="")

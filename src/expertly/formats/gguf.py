@@ -1,7 +1,7 @@
 """The block types of GGUF files, of which llama.cpp's quantisations are made, and their tiles.
 
-A row of a GGUF matrix is blocks of 32 or 256 inputs, each with its scales beside its codes. A tile is 16 such blocks,
-one for each output, rearranged:
+A row of a GGUF matrix is blocks of 32, 64 or 256 inputs, each with its scales beside its codes. A tile is 16 such
+blocks, one for each output: as they are, or rearranged:
 
 - 4-bit codes like in MXFP4: for each 8 inputs 16 words, one for each output;
 - 8-bit codes in words of 4 inputs: of every 8 inputs those at even places, then those at odd ones, which is how a

@@ -6,8 +6,7 @@ bytes of scales. These are a checkpoint's own bytes in another order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,9 +25,6 @@ class _Mxfp4(RoundingFormat):
     group = 32
     tile_nbytes = TILE_OUTPUTS * (1 + 16)
     suffixes: tuple[str, ...] = ("_blocks", "_scales")
-
-    def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
-        return quantization.get("quant_method") == "mxfp4"
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         return (("U8",), (rows, columns // 32, 16)), (("U8",), (rows, columns // 32))

@@ -58,13 +58,6 @@ class TiledFormat(Protocol):
     suffixes: tuple[str, ...]
     """Endings of the names of the tensors that are a matrix's parts."""
 
-    def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
-        """Whether a checkpoint with this `quantization_config` has experts in this format, which can be kept if the
-        model computes in `dtype`. `dtypes`: of its tensors by name, safetensors' names; empty where only the config is
-        known.
-        """
-        return False
-
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
         """The parts of a matrix from its tensors, in the order of `suffixes`. Raises CheckpointError for a value that
         is no number (NaN, infinity) or beyond the format.
@@ -157,27 +150,41 @@ def nearest_codes(
 
 @dataclass(frozen=True)
 class ExpertFormat:
-    """How an expert lies in bytes: the formats of its inner matrices and of down, which are mostly the same."""
+    """How an expert lies in bytes: the formats of its matrices, which are mostly the same. Where there is no gate, up
+    has that of `gate`.
+    """
 
-    inner: TiledFormat
+    gate: TiledFormat
+    up: TiledFormat
     down: TiledFormat
 
     @property
     def name(self) -> str:
-        return "+".join(dict.fromkeys((self.inner.name, self.down.name)))
+        gate, up, down = self.gate.name, self.up.name, self.down.name
+        return f"{gate}+{up}+{down}" if gate != up else gate if gate == down else f"{gate}+{down}"
 
     @property
-    def kernels(self) -> tuple[int, int]:
-        return self.inner.kernel, self.down.kernel
+    def kernels(self) -> tuple[int, int, int]:
+        return self.gate.kernel, self.up.kernel, self.down.kernel
+
+    def inner(self, num_matrices: int) -> tuple[TiledFormat, ...]:
+        """Of gate and up, or of up."""
+        return (self.gate, self.up) if num_matrices == 3 else (self.gate,)
 
     def geometry(self, layer: LayerGeometry) -> LayerGeometry:
         """The layer with its experts in this format. Raises ConfigError where its sizes are not whole groups."""
-        for field, form in (("hidden_size", self.inner), ("intermediate_size", self.down)):
+        inner = self.inner(layer.num_matrices)
+        for field, form in (*(("hidden_size", form) for form in inner), ("intermediate_size", self.down)):
             if getattr(layer, field) % form.group:
                 raise ConfigError(f"{field}={getattr(layer, field)}: {form.name} needs a multiple of {form.group}")
         size = self.down.group
         nbytes = self._block_nbytes(layer.num_matrices, layer.hidden_size, layer.intermediate_size // size)
         return replace(layer, format=self.name, block_size=size, block_nbytes=nbytes)
+
+    def fits(self, layer: LayerGeometry) -> bool:
+        """Whether the layer's sizes are whole groups."""
+        inner = any(layer.hidden_size % form.group for form in self.inner(layer.num_matrices))
+        return not (inner or layer.intermediate_size % self.down.group)
 
     def pack(self, inner: Sequence[Sequence[Bytes]], down: Sequence[Bytes]) -> Iterator[Bytes]:
         """An expert's blocks [I / B, block_nbytes], some at a time, from the parts of its inner matrices [I, H] and of
@@ -186,9 +193,13 @@ class ExpertFormat:
         size, (hidden_size, num_blocks) = self.down.group, down[0].shape[:2]
         nbytes = self._block_nbytes(len(inner) + 1, hidden_size, num_blocks)
         step = max(1, _PACKED_NBYTES * num_blocks // sum(part.nbytes for parts in (*inner, down) for part in parts))
+        forms = self.inner(len(inner) + 1)
         for first in range(0, num_blocks, step):
             some, rows = slice(first, first + step), slice(first * size, (first + step) * size)
-            blocks = [self.inner.tiles([_inner_tiles(part[rows], size) for part in parts]) for parts in inner]
+            blocks = [
+                form.tiles([_inner_tiles(part[rows], size) for part in parts])
+                for form, parts in zip(forms, inner, strict=True)
+            ]
             blocks.append(self.down.tiles([_down_tiles(part[:, some]) for part in down]))
             matrices = [tiles.reshape(len(tiles), -1) for tiles in blocks]
             pad = np.zeros((len(matrices[0]), nbytes - sum(one.shape[1] for one in matrices)), np.uint8)
@@ -196,14 +207,17 @@ class ExpertFormat:
 
     def decode(self, blocks: torch.Tensor, num_matrices: int, hidden_size: int) -> torch.Tensor:
         """Float32 weights [r, M, H] of r neurons from their blocks [r / B, block_nbytes], on the blocks' device."""
-        num, size, group = len(blocks), self.down.group, self.inner.group
-        sizes = self.inner_nbytes(num_matrices, hidden_size), self._down_nbytes(hidden_size)
-        inner, down = blocks[:, : sum(sizes)].split(sizes, dim=1)
-        tiles = self.inner.decode_tiles(inner.reshape(num, -1, self.inner.tile_nbytes))  # [blocks, tiles, 16, G]
-        tiles = tiles.reshape(num, num_matrices - 1, size // 16, hidden_size // group, 16, group)
-        rows = tiles.permute(0, 2, 4, 1, 3, 5).reshape(num * size, num_matrices - 1, hidden_size)
-        last = self.down.decode_tiles(down.reshape(num, -1, self.down.tile_nbytes))
-        return torch.cat((rows, last.permute(0, 3, 1, 2).reshape(num * size, 1, hidden_size)), dim=1)
+        num, size, forms = len(blocks), self.down.group, (*self.inner(num_matrices), self.down)
+        sizes = [self._inner_nbytes(form, hidden_size) for form in forms[:-1]] + [self._down_nbytes(hidden_size)]
+        *inner, down = (
+            form.decode_tiles(part.reshape(num, -1, form.tile_nbytes))  # [blocks, tiles, 16, G]
+            for form, part in zip(forms, blocks[:, : sum(sizes)].split(sizes, dim=1), strict=True)
+        )
+        rows = [
+            tiles.unflatten(1, (size // TILE_OUTPUTS, -1)).transpose(2, 3).reshape(num * size, 1, hidden_size)
+            for tiles in inner
+        ]
+        return torch.cat((*rows, down.permute(0, 3, 1, 2).reshape(num * size, 1, hidden_size)), dim=1)
 
     def _block_nbytes(self, num_matrices: int, hidden_size: int, num_blocks: int) -> int:
         """Bytes of a block with its padding, by which the expert is whole pages, or else each block whole sectors: no
@@ -221,8 +235,10 @@ class ExpertFormat:
 
     def inner_nbytes(self, num_matrices: int, hidden_size: int) -> int:
         """Bytes of a block's inner matrices."""
-        num_tiles = (num_matrices - 1) * (self.down.group // TILE_OUTPUTS) * (hidden_size // self.inner.group)
-        return num_tiles * self.inner.tile_nbytes
+        return sum(self._inner_nbytes(form, hidden_size) for form in self.inner(num_matrices))
+
+    def _inner_nbytes(self, form: TiledFormat, hidden_size: int) -> int:
+        return self.down.group // TILE_OUTPUTS * (hidden_size // form.group) * form.tile_nbytes
 
     def _down_nbytes(self, hidden_size: int) -> int:
         return hidden_size // TILE_OUTPUTS * self.down.tile_nbytes

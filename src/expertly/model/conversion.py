@@ -8,6 +8,7 @@ E experts, H hidden, I intermediate, M matrices of an expert.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import re
 from collections import Counter
@@ -22,17 +23,35 @@ from transformers.modeling_utils import str_to_torch_dtype
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from expertly.formats import FORMATS, GROUP_METHODS, expert_format, group_formats
+from expertly.formats import LAYOUTS, expert_format, layout_of
 from expertly.formats.gguf import OF_GGUF_TYPE
+from expertly.formats.layouts import Layout
 from expertly.formats.mxfp4 import MXFP4
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
-from expertly.model.dequantizer import BlockDequantizer, GroupDequantizer, extended
+from expertly.model.dequantizer import extended
 from expertly.model.structure import ExpertsSite, first_line, quiet
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
 
-QUANT_METHODS = ("fp8", "mxfp4", *GROUP_METHODS)
+QUANT_METHODS = (*LAYOUTS, MXFP4.name)
 """Quantisations that packing can undo, mxfp4 with transformers' operations, the others with our own code."""
+
+_REFUSED = {
+    "bitsandbytes": "NF4, FP4 or LLM.int8, in blocks that only bitsandbytes decodes",
+    "hqq": "half-quadratic quantisation, whose tensors only the package hqq decodes",
+    "torchao": "tensor subclasses of torchao",
+    "quark": "AMD's Quark",
+    "fbgemm_fp8": "FP8 of FBGEMM's kernels for GPUs",
+    "eetq": "INT8 of EETQ's kernels for GPUs",
+    "quanto": "optimum-quanto",
+    "aqlm": "additive codebooks",
+    "vptq": "vector codebooks",
+    "spqr": "sparse outliers",
+    "higgs": "lattice codebooks",
+    "bitnet": "ternary weights",
+    "metal": "Metal's affine quantisation; MLX's has no quant_method",
+}
+"""Quantisations that people have, and what they are."""
 
 ACCEPTED = "must be BF16, F16, F32 or F64 (or quantised, with a quantization_config that transformers can undo)"
 """Of dtypes of weights."""
@@ -112,15 +131,14 @@ def make_quantizer(quantization: object, dtype: str) -> Any | None:
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     accepted = f"supported: none, {', '.join(QUANT_METHODS)}"
     if method not in QUANT_METHODS:
+        kind = f" ({_REFUSED[method]})" if isinstance(method, str) and method in _REFUSED else ""
         raise UnsupportedModelError(
-            f"quantization_config.quant_method={method!r:.80}: packing cannot undo it; {accepted}; or give an "
-            "unquantised checkpoint of the model"
+            f"quantization_config.quant_method={method!r:.80}{kind}: packing cannot undo it, whatever the dtype; "
+            f"{accepted}; or give an unquantised checkpoint of the model"
         )
     assert isinstance(quantization, dict)
-    if method in GROUP_METHODS:
-        return GroupDequantizer(group_formats(quantization, dtype))
-    if method == "fp8":
-        return BlockDequantizer(quantization)
+    if method in LAYOUTS:
+        return layout_of(quantization, dtype)
     try:
         with quiet():
             return AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
@@ -135,7 +153,7 @@ class Conversion:
     def __init__(self, model: PreTrainedModel, quantizer: Any | None = None) -> None:
         self._model = model
         self._quantizer = quantizer
-        if isinstance(quantizer, GroupDequantizer | BlockDequantizer):
+        if isinstance(quantizer, Layout):
             transforms = extended(conversion_mapping.get_model_conversion_mapping(model), quantizer)
         else:
             transforms = conversion_mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
@@ -144,10 +162,22 @@ class Conversion:
         self._of_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
         self.parameters = model.state_dict()
 
-    def tiled_format(self, name: str) -> TiledFormat:
-        """The format with this name, in the variant that reads this checkpoint's tensors."""
-        forms = self._quantizer.forms if isinstance(self._quantizer, GroupDequantizer) else ()
-        return next((one for one in forms if one.name == name), FORMATS[name])
+    def form_of(self, group: Group, checkpoint: Checkpoint) -> TiledFormat | None:
+        """The format that keeps the bytes of all a group's matrices; None where there is none, or they are changed."""
+        refs = {name: checkpoint.tensors[name] for name in (group.sources[pattern][0] for pattern in group.patterns)}
+        if not (group.is_dequantized and group.is_stacked) or all(ref.dtype in IS_FLOAT for ref in refs.values()):
+            return None
+        if not isinstance(self._quantizer, Layout):
+            return MXFP4 if all(name.endswith(MXFP4.suffixes) for name in refs) else None
+        is_of_all = len(self.shape(group.target)) == 3 and not group.is_per_expert  # experts in one tensor
+        headers = {name: (ref.dtype, ref.shape[is_of_all:]) for name, ref in refs.items()}
+        forms = {self._quantizer.form_of(stem, each) for stem, each in self._quantizer.matrices(headers).items()}
+        return forms.pop() if len(forms) == 1 else None
+
+    @property
+    def must_keep(self) -> bool:
+        """Whether experts whose sizes are not whole tiles are refused rather than converted."""
+        return not isinstance(self._quantizer, Layout)
 
     def target(self, name: str) -> tuple[str, str | None]:
         """The (first) parameter that a checkpoint tensor makes, and the converter's pattern that it matches."""
@@ -161,7 +191,10 @@ class Conversion:
         """Groups by their (first) parameter, and the names that transformers would ignore."""
         groups: dict[str, Group] = {}
         unexpected = []
+        ignored = self._quantizer.ignored if isinstance(self._quantizer, Layout) else ()
         for name in sorted(names, key=core_model_loading.dot_natural_key):
+            if name.endswith(ignored):
+                continue
             target, pattern = self.target(name)
             if target not in self.parameters:
                 unexpected.append(name)
@@ -212,6 +245,10 @@ class Conversion:
         if num_experts:
             return f"config.json says {num_experts} experts"
         return f"config.json makes it ({'x'.join(map(str, self.shape(target)))}), and no tensor's name is like it"
+
+    def row_order(self, group: Group) -> torch.Tensor | None:
+        """Which rows of a group's tensors, one below another, are a parameter's, where that is not their order."""
+        return None
 
     def convert(
         self, group: Group, tensors: Tensors, target: str | None = None, is_one_row: bool = False
@@ -303,6 +340,13 @@ class ExpertsReader:
         self._whole: dict[str, torch.Tensor] = {}
 
     @property
+    def is_decoded(self) -> bool:
+        """Whether experts are quantised in the checkpoint, and not in the store."""
+        names = self.source_names
+        is_float = all(self._checkpoint.tensors[name].dtype in IS_FLOAT for name in names)
+        return self._format is None and self._rounding is None and not is_float
+
+    @property
     def source_names(self) -> set[str]:
         return {name for group in self._groups.values() for name in group.names}
 
@@ -344,11 +388,13 @@ class ExpertsReader:
 
     def _kept(self, form: ExpertFormat, expert: int) -> Iterator[Bytes]:
         first, second = self._site.expert_weight_names(expert)
-        fused = self._parts(form.inner, first, expert)
-        is_apart = len(form.inner.matrices(self._groups[first].patterns, first)) == 2
-        rows = self._inner_rows(len(fused[0]), is_apart or self._site.is_concatenated)
-        inner = [tuple(part[some] for part in fused) for some in rows]
-        return form.pack(inner, self._parts(form.down, second, expert))
+        inner = self._parts(form.inner(self.geometry.num_matrices), first, expert)
+        if len(inner) == 1:  # of gate and up, or there is no gate
+            (fused,) = inner
+            rows = self._inner_rows(len(fused[0]), self._site.is_concatenated)
+            inner = [tuple(part[some] for part in fused) for some in rows]
+        (down,) = self._parts((form.down,), second, expert)
+        return form.pack(inner, down)
 
     def _format_of(self, kept: str) -> ExpertFormat | None:
         """The checkpoint's format, if transformers does nothing with its experts but dequantise them; else None."""
@@ -356,19 +402,24 @@ class ExpertsReader:
         types = {target: {refs[name].dtype for name in group.names} for target, group in groups.items()}
         is_float = [each <= IS_FLOAT for each in types.values()]
         if not self._checkpoint.gguf:
-            is_kept = all(one.is_dequantized and one.is_stacked for one in groups.values()) and not any(is_float)
-            form = self._conversion.tiled_format(kept)
-            return ExpertFormat(form, form) if is_kept else None
+            names = zip(*map(self._site.expert_weight_names, range(self._site.geometry.num_experts)), strict=True)
+            forms = [{self._conversion.form_of(groups[name], self._checkpoint) for name in each} for each in names]
+            inner, down = (each.pop() if len(each) == 1 else None for each in forms)
+            if inner is None or down is None:
+                return None
+            form = ExpertFormat(inner, inner, down)
+            return form if self._conversion.must_keep or form.fits(self._site.geometry) else None
         if all(is_float):
             return None
-        for target, each in types.items():
-            if len(each) > 1 or not each <= set(OF_GGUF_TYPE):
+        for name in (name for group in groups.values() for name in group.names):
+            if refs[name].dtype not in OF_GGUF_TYPE:
                 raise CheckpointError(
-                    f"{self._checkpoint.folder}: {', '.join(groups[target].names)}: in {', '.join(sorted(each))}; "
-                    f"accepted: one of {', '.join(OF_GGUF_TYPE)}; or name a dtype, which undoes it"
+                    f"{self._checkpoint.folder}: {name}: in {refs[name].dtype}; accepted beside quantised matrices of "
+                    f"its layer: {', '.join(OF_GGUF_TYPE)}; or name a dtype, which undoes it"
                 )
-        inner, down = (OF_GGUF_TYPE[types[name].pop()] for name in self._site.expert_weight_names(0))
-        return ExpertFormat(inner, down)
+        of_inner, of_down = (groups[target] for target in self._site.expert_weight_names(0))
+        gate, *_, up = 2 * [OF_GGUF_TYPE[refs[of_inner.sources[one][0]].dtype] for one in of_inner.patterns]
+        return ExpertFormat(gate, up, OF_GGUF_TYPE[refs[of_down.names[0]].dtype])
 
     def _rounded(self, form: RoundingFormat, expert: int, dtype: torch.dtype) -> Iterator[Bytes]:
         """The blocks of an expert with each weight rounded to a number of the format."""
@@ -387,10 +438,10 @@ class ExpertsReader:
 
         return expert_format(form.name).pack([parts(matrix) for matrix in inner], parts(down.T))
 
-    def _parts(self, form: TiledFormat, target: str, expert: int) -> tuple[Bytes, ...]:
+    def _parts(self, forms: Sequence[TiledFormat], target: str, expert: int) -> list[tuple[Bytes, ...]]:
         group = self._groups[target]
         tensors = read_group(self._checkpoint, group, expert, as_bytes=True)
-        return parts_of(form, group, tensors, *self._rows_and_columns(target), expert=expert)
+        return parts_of(forms, group, tensors, *self._rows_and_columns(target), expert=expert)
 
     def _rows_and_columns(self, target: str) -> tuple[int, int]:
         rows, columns = self._conversion.shape(target)[-2:]
@@ -431,15 +482,19 @@ class ExpertsReader:
             if problem:
                 raise CheckpointError(f"{folder}: {self._site.name}{problem}")
             self._check_alike(names, group)
-        form: TiledFormat | None = None
+        forms: Sequence[TiledFormat] = ()
         if self._format is not None:
-            form = self._format.down if target == self._site.expert_weight_names(0)[1] else self._format.inner
+            is_down = target == self._site.expert_weight_names(0)[1]
+            forms = (self._format.down,) if is_down else self._format.inner(self.geometry.num_matrices)
         elif group.is_dequantized and all(name.endswith(MXFP4.suffixes) for name in group.names):
-            form = MXFP4  # transformers decodes any dtypes, and asserts shapes
-        if form is not None:
+            forms = (MXFP4,)  # transformers decodes any dtypes, and asserts shapes
+        if forms:
             refs = {p: self._checkpoint.tensors[group.sources[p][0]] for p in group.patterns}
             shapes = {p: (ref.dtype, ref.shape if group.is_per_expert else ref.shape[1:]) for p, ref in refs.items()}
-            form.check_shapes(shapes, *self._rows_and_columns(target), f"{folder}: {target}")
+            (rows, columns), label = self._rows_and_columns(target), f"{folder}: {target}"
+            matrices = forms[0].matrices(shapes, label)
+            for form, parts in zip(itertools.cycle(forms), matrices, strict=False):
+                form.check_shapes({part: shapes[part] for part in parts}, rows // len(matrices), columns, label)
         elif not group.is_dequantized:
             self._check_made(target, group)
 
@@ -543,12 +598,14 @@ def read_group(checkpoint: Checkpoint, group: Group, expert: int | None = None, 
 
 
 def parts_of(
-    form: TiledFormat, group: Group, tensors: Tensors, rows: int, columns: int, expert: int | None = None
-) -> tuple[Bytes, ...]:
-    """The parts of a parameter [rows, columns] (of an expert) from its group's `tensors`. Raises CheckpointError."""
-    matrices = form.matrices(group.patterns, group.target)
+    forms: Sequence[TiledFormat], group: Group, tensors: Tensors, rows: int, columns: int, expert: int | None = None
+) -> list[tuple[Bytes, ...]]:
+    """Of each matrix of a parameter [rows, columns] (of an expert) the parts, from its group's `tensors`; `forms` are
+    those of the first matrix, the second, and so on, in turns. Raises CheckpointError.
+    """
+    matrices = forms[0].matrices(group.patterns, group.target)
     parts = []
-    for names in matrices:
+    for form, names in zip(itertools.cycle(forms), matrices, strict=False):
         try:
             parts.append(form.parts_of([tensors[name][0] for name in names], rows // len(matrices), columns))
         except CheckpointError as error:
@@ -557,7 +614,7 @@ def parts_of(
                 sources = sources[expert :: len(sources) // len(names)]
             label = "" if expert is None else f"expert {expert} of "
             raise CheckpointError(f"{label}{', '.join(sources)}: {error}") from None
-    return tuple(np.concatenate(several) for several in zip(*parts, strict=True))
+    return parts
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:

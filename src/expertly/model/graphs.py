@@ -302,7 +302,7 @@ class LayerGraphs:
         self._shared.keep_angles(kwargs["position_embeddings"])
 
     def _is_watched(self) -> bool:
-        """Whether somebody wants to be called, is called instead or changed a module; but for us, who look at routers."""
+        """Whether somebody is to be called, is called instead or changed a module; but for us, who look at routers."""
         for one, kind in zip(self._modules, self._kinds, strict=True):
             if (
                 type(one) is not kind

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+from transformers.utils import is_protobuf_available, is_sentencepiece_available
 from transformers.utils import logging as transformers_logging
 
 from expertly.core.errors import CheckpointError, ConfigError, ExpertlyError, ModelUseError, StoreError
@@ -30,6 +32,7 @@ from expertly.core.untrusted import (
     check_model_files,
     check_value,
     is_plain_name,
+    open_file,
     read_json_object,
 )
 from expertly.model import generation, hooks
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
     from expertly.store.manifest import Manifest
 
 _TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
     *("vocab.json", "vocab.txt", "tiktoken.model", "tekken.json"),
 )
 
@@ -144,11 +147,15 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         _check_settings(settings, has_vocabulary=vocabulary.exists())
     if vocabulary.exists():
         _check_vocabulary(vocabulary)
+    pieces = _sentencepiece_alone(folder)
     config = read_config(folder) if (folder / "config.json").exists() else PreTrainedConfig()
     with tokenizer_errors(f"{folder}: the tokenizer cannot be read"), quiet(), held_stderr():
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             os.fspath(folder), config=config, local_files_only=True, trust_remote_code=False
         )
+        if pieces is not None:
+            _check_pieces(tokenizer, pieces)
+        return tokenizer
 
 
 @contextlib.contextmanager
@@ -224,6 +231,36 @@ def _check_settings(path: Path, *, has_vocabulary: bool) -> None:
         raise CheckpointError(
             f"{path}: tokenizer_class={name!r:.80}: not a tokenizer of transformers {transformers.__version__}; "
             f"accepted: {written}"
+        )
+
+
+def _sentencepiece_alone(folder: Path) -> Path | None:
+    """The vocabulary of sentencepiece that a tokenizer is to be made of; None where there is another. Raises
+    CheckpointError where what reads it is not installed.
+    """
+    names = [name for name in _TOKENIZER_FILES if name != "tokenizer_config.json" and (folder / name).exists()]
+    if not names or not names[0].endswith(".model"):
+        return None
+    path = folder / names[0]
+    with open_file(path, CheckpointError) as file:
+        if file.read(1) != b"\n":  # the mark of a list of pieces; tiktoken's files are text
+            return None
+    if not (is_sentencepiece_available() and is_protobuf_available()):
+        raise CheckpointError(
+            f"{path}: a vocabulary of sentencepiece: pip install sentencepiece protobuf; or put a tokenizer.json "
+            "beside it, which `save_pretrained` of its tokenizer writes where they are installed"
+        )
+    return path
+
+
+def _check_pieces(tokenizer: Any, path: Path) -> None:
+    """Refuse a tokenizer that splits a text unlike sentencepiece itself: transformers may take the class of another."""
+    text = "the quick brown fox"
+    processor = importlib.import_module("sentencepiece").SentencePieceProcessor(os.fspath(path))
+    if processor.encode(text, out_type=str) != tokenizer.tokenize(text):
+        raise CheckpointError(
+            f"{path}: {type(tokenizer).__name__} splits text otherwise than sentencepiece; accepted: the right "
+            "tokenizer_class in tokenizer_config.json, or a tokenizer.json"
         )
 
 

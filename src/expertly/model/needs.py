@@ -24,7 +24,7 @@ from expertly.model.packing import Packing, local_folder, weights_of
 from expertly.model.quantisations import find_quantisation
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
 from expertly.model.tiled import put_tiles
-from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, check_claims
+from expertly.store.checkpoint import ADAPTER_NAME, Checkpoint, check_claims, has_weights
 from expertly.store.manifest import ITEMSIZE, Rounding
 from expertly.store.packed import PackedStore, is_packed_store
 
@@ -77,7 +77,7 @@ def needs_of(model: str | None) -> ModelNeeds:
         return _of_hub(name)
     if is_packed_store(folder):
         return _of_store(name, PackedStore.open(folder))
-    if folder.is_file() or any((folder / weights).exists() for weights in (SINGLE_NAME, INDEX_NAME)):
+    if folder.is_file() or has_weights(folder) or (folder / ADAPTER_NAME).exists():
         return _of_checkpoint(name, open_checkpoint(folder), is_here=True)
     return _of_config(name, folder)
 

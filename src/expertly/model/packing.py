@@ -10,15 +10,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
-from expertly.core.errors import CheckpointError, ConfigError
+from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.core.headers import TensorSpec
-from expertly.core.untrusted import check_model_files
+from expertly.core.units import format_nbytes
+from expertly.core.untrusted import CONFIG, check_model_files, read_json_object
 from expertly.data import demo_folder
 from expertly.formats import FORMATS, format_of, rounding_format
 from expertly.formats.gguf import OF_GGUF_TYPE
+from expertly.formats.layouts import Layout
 from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat
 from expertly.model.conversion import (
     ACCEPTED,
@@ -31,14 +35,14 @@ from expertly.model.conversion import (
     read_group,
     to_bytes,
 )
-from expertly.model.dequantizer import BlockDequantizer, GroupDequantizer
+from expertly.model.dequantizer import check_matrices
 from expertly.model.gguf import GgufConversion, config_of, extras_of, kept_formats, open_checkpoint
 from expertly.model.hub import download, split_name
 from expertly.model.quantisations import is_named
 from expertly.model.structure import build_meta_model, find_experts
 from expertly.model.tiled import can_be_tiled
 from expertly.store.cache import entry_folder, list_entries, make_room, make_room_for_this_version, stores_folder
-from expertly.store.checkpoint import Bytes, Checkpoint, TensorRef
+from expertly.store.checkpoint import ADAPTER_NAME, Bytes, Checkpoint, TensorRef
 from expertly.store.gguf import SUFFIX
 from expertly.store.manifest import (
     IS_FLOAT,
@@ -53,8 +57,6 @@ from expertly.store.packed import PackedStore, dense_by_format, is_packed_store,
 from expertly.store.writer import Progress, StoreWriter
 
 DEMO_NAME = "demo"
-
-_ADAPTER_NAME = "adapter_config.json"
 
 _PACKED_ROWS = 1024
 """Of a dense matrix at a time."""
@@ -115,13 +117,42 @@ def _open_checkpoint(path: Path) -> Checkpoint:
     """Also refuses small files that transformers must not open, and says what is left out."""
     if path.is_dir():
         check_model_files(path, CheckpointError)
-    if (path / _ADAPTER_NAME).exists():
+    checkpoint = open_checkpoint(path)
+    if (path / ADAPTER_NAME).exists():
         logging.getLogger("expertly").warning(
             "%s: an adapter (LoRA) is not applied: texts are those of the model without it; merge it into the weights "
             "first (PEFT's merge_and_unload)",
-            path / _ADAPTER_NAME,
+            path / ADAPTER_NAME,
         )
-    return open_checkpoint(path)
+    quantization = _quantization_of(checkpoint)
+    return replace(checkpoint, config={**checkpoint.config, **quantization}) if quantization else checkpoint
+
+
+_QUANTIZATION = "quantization_config"
+
+_MLX = "quantization"
+
+_OF_MLX = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Families whose weights mlx-lm stores as transformers does, but for their quantisation and stacked experts."""
+
+_MODELOPT_NAME = "hf_quant_config.json"
+
+
+def _quantization_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """`quantization_config`, where others have it: MLX a field of another name, modelopt a file."""
+    path, fields = checkpoint.folder / _MODELOPT_NAME, checkpoint.config.get(_MLX)
+    if isinstance(fields, dict) and not checkpoint.gguf:
+        model_type = str(checkpoint.config.get("model_type"))
+        if model_type not in _OF_MLX:
+            raise UnsupportedModelError(
+                f"{checkpoint.folder / 'config.json'}: {_MLX}: MLX changes more than names in a {model_type}; accepted "
+                f"of MLX: {', '.join(_OF_MLX)}; or a checkpoint in transformers' layout"
+            )
+        return {_QUANTIZATION: {**fields, "quant_method": "mlx"}}
+    if checkpoint.config.get(_QUANTIZATION) or not path.is_file():
+        return {}
+    fields = read_json_object(path, CheckpointError, CONFIG).get("quantization")
+    return {_QUANTIZATION: {"quant_method": "modelopt", **fields}} if isinstance(fields, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +162,7 @@ class Weights:
     dtype: str
     format: str = ""
     rounded_to: str = ""  # the format, as --quantize calls it
+    is_named: bool = False  # whether somebody asked for the dtype
 
 
 def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None = None) -> Weights:
@@ -148,11 +180,11 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
             )
         return Weights(default_dtype(checkpoint), form, quantize)
     if dtype is not None:
-        return Weights(check_store_dtype(dtype))
+        return Weights(check_store_dtype(dtype), is_named=True)
     computed = default_dtype(checkpoint)
-    dtypes = {name: ref.dtype for name, ref in checkpoint.tensors.items()}
+    headers = {name: (ref.dtype, ref.shape) for name, ref in checkpoint.tensors.items()}
     with _named(checkpoint):
-        form = kept_formats(checkpoint) or format_of(checkpoint.config.get("quantization_config"), dtypes, computed)
+        form = kept_formats(checkpoint) or format_of(checkpoint.config.get("quantization_config"), headers, computed)
     return Weights(computed, form)
 
 
@@ -204,9 +236,11 @@ def local_folder(model: str | Path | None) -> Path | None:
 
 
 def default_dtype(checkpoint: Checkpoint) -> str:
-    """The config's dtype, else that of most bytes; float32 of a quantised GGUF file. Raises CheckpointError."""
+    """The config's dtype, else that of most bytes that are not quantised; float32 where a GGUF file quantises experts.
+    Raises CheckpointError.
+    """
     config = checkpoint.config
-    if checkpoint.gguf and not all(ref.dtype in IS_FLOAT for ref in checkpoint.tensors.values()):
+    if kept_formats(checkpoint):
         return "float32"  # transformers' own for a GGUF file, whose weights decode to it
     text = config.get("text_config")
     parts = (config, text if isinstance(text, dict) else {})
@@ -282,9 +316,10 @@ class Packing:
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         with _named(checkpoint):
             quantizer = make_quantizer(checkpoint.config.get("quantization_config"), dtype)
-            if isinstance(quantizer, GroupDequantizer | BlockDequantizer):
-                quantizer.check(checkpoint.tensors)
+            if isinstance(quantizer, Layout):
+                check_matrices(quantizer, checkpoint.tensors)
         model = build_meta_model(config_of(checkpoint), self._torch_dtype)
+        self._kept, self._model = kept, model
         self._plain = self._conversion = Conversion(model)
         if checkpoint.gguf:
             self._conversion = GgufConversion(model, checkpoint.gguf)
@@ -296,8 +331,7 @@ class Packing:
         self._readers = [ExpertsReader(site, checkpoint, made, groups, kept, rounding) for site in self._sites]
         expert_names = set().union(*(reader.source_names for reader in self._readers))
         self._check_unexpected()
-        self._kept, self._model = kept, model
-        self.dense_formats: dict[str, str] = {}
+        self._dense_forms: dict[str, TiledFormat] = {}
         """Of layers beside the experts that keep their bytes, by module path."""
         self._dense = self._plan_dense([one for one in groups.values() if expert_names.isdisjoint(one.names)])
         missing = self._conversion.missing(groups)
@@ -306,6 +340,10 @@ class Packing:
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             raise CheckpointError(f"{checkpoint.folder}: no tensor for {missing[0]}{more}: {why}")
         self.layers = tuple(reader.geometry for reader in self._readers)
+
+    @property
+    def dense_formats(self) -> dict[str, str]:
+        return {path: form.name for path, form in self._dense_forms.items()}
 
     def dense_by_format(self, *, is_decoded: bool = False) -> dict[str, int]:
         specs = {spec.name: spec for spec in self._dense}
@@ -325,6 +363,7 @@ class Packing:
             stamp=checkpoint.stamp,
             dense_formats=self.dense_formats,
         )
+        self._say_what_is_converted()
         with StoreWriter(folder, plan, tuple(self._dense), progress) as writer:
             store = writer.finished_store()
             if store is not None:
@@ -332,13 +371,29 @@ class Packing:
             for layer, reader in enumerate(self._readers):
                 writer.write_layer(layer, reader.experts(self._torch_dtype))
             writer.write_dense(chunk for spec in self._dense for chunk in self._dense_chunks(spec))
-            config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+            config = {key: value for key, value in checkpoint.config.items() if key not in (_QUANTIZATION, _MLX)}
             writer.write_file("config.json", (json.dumps(config, indent=2) + "\n").encode())
             with extras_of(checkpoint) as extras:
                 writer.copy_extras(extras)
             if replace(checkpoint).stamp != plan.stamp:  # which that of `checkpoint` itself remembers
                 raise CheckpointError(f"{checkpoint.folder}: its weights changed while they were packed; pack again")
             return writer.finish()
+
+    def _say_what_is_converted(self) -> None:
+        """One line where nobody asked for the dtype of quantised experts, which makes them larger."""
+        readers = [reader for reader in self._readers if reader.is_decoded]
+        if self._weights.is_named or not readers:
+            return
+        sizes = [reader.geometry.nbytes for reader in readers]
+        stored = sum(self._checkpoint.tensors[name].nbytes for reader in readers for name in reader.source_names)
+        logging.getLogger("expertly").warning(
+            "%s: quantised experts of %d layers are decoded, as no format here keeps their bytes: %s in %s for %s",
+            self._checkpoint.folder,
+            len(readers),
+            format_nbytes(sum(sizes)),
+            self._weights.dtype,
+            format_nbytes(stored),
+        )
 
     def _plan_dense(self, groups: list[Group]) -> dict[TensorSpec, Group | None]:
         """What to write: a stored tensor as it is under its name (None), or a group's dequantised parameter."""
@@ -349,7 +404,7 @@ class Packing:
             form = self._kept_form(group)
             if form is not None:
                 path = group.target.removesuffix(".weight")
-                self.dense_formats[path] = form.name
+                self._dense_forms[path] = form
                 shape = expected[0] // TILE_OUTPUTS, form.block_nbytes_of(*expected)
                 plan[TensorSpec(tiles_name(path), "U8", shape)] = group
                 continue
@@ -367,9 +422,10 @@ class Packing:
         return plan
 
     def _check_shape(self, refs: Mapping[str, TensorRef], expected: tuple[int, ...]) -> None:
-        """Of a dense tensor; GGUF's vectors may stand for a matrix of one row."""
+        """Of a dense tensor; GGUF's may have dimensions of 1 elsewhere."""
         for name, ref in refs.items():
-            if ref.shape != expected and not (self._checkpoint.gguf and (1, *ref.shape) == expected):
+            shapes = [[size for size in one if size != 1] for one in (ref.shape, expected)]
+            if ref.shape != expected and not (self._checkpoint.gguf and shapes[0] == shapes[1]):
                 label, source = self._checkpoint.label(name), "its metadata" if self._checkpoint.gguf else "config.json"
                 raise CheckpointError(f"{label}: shape {list(ref.shape)}, but {source} makes it {list(expected)}")
 
@@ -390,10 +446,11 @@ class Packing:
         refs = {pattern: self._checkpoint.tensors[group.sources[pattern][0]] for pattern in group.patterns}
         form: TiledFormat | None = None
         if self._checkpoint.gguf:
-            (ref,) = refs.values()
-            form = OF_GGUF_TYPE.get(ref.dtype)
-        elif group.is_dequantized and group.is_stacked:
-            form = self._conversion.tiled_format(self._kept)
+            types = {ref.dtype for ref in refs.values()}
+            are_rows = group.converter is None or self._conversion.row_order(group) is not None
+            form = OF_GGUF_TYPE.get(types.pop()) if are_rows and len(types) == 1 else None
+        else:
+            form = self._conversion.form_of(group, self._checkpoint)
         if form is None:
             return None
         rows, columns = self._conversion.shape(group.target)
@@ -418,11 +475,13 @@ class Packing:
         if group is None:
             yield from self._checkpoint.read_chunks(spec.name)
             return
-        kept = self.dense_formats.get(group.target.removesuffix(".weight"))
-        if kept is not None:
-            form = self._conversion.tiled_format(kept)
+        form = self._dense_forms.get(group.target.removesuffix(".weight"))
+        if form is not None:
             tensors = read_group(self._checkpoint, group, as_bytes=True)
-            parts = parts_of(form, group, tensors, *self._conversion.shape(group.target))
+            matrices = parts_of((form,), group, tensors, *self._conversion.shape(group.target))
+            parts = [np.concatenate(several) for several in zip(*matrices, strict=True)]
+            order = self._conversion.row_order(group)
+            parts = parts if order is None else [part[order.numpy()] for part in parts]
             for first in range(0, len(parts[0]), _PACKED_ROWS):
                 yield form.pack([part[first : first + _PACKED_ROWS] for part in parts]).reshape(-1)
             return
@@ -435,7 +494,7 @@ class Packing:
         """Refuse experts that the config does not know, and any tensor of a GGUF file that means nothing."""
         checkpoint = self._checkpoint
         for name in self._unexpected if checkpoint.gguf else ():
-            model = f"a {checkpoint.gguf} model of {checkpoint.config['num_hidden_layers']} layers"
+            model = f"a {checkpoint.gguf} model of {self._model.config.num_hidden_layers} layers"
             raise CheckpointError(f"{checkpoint.label(name)}: is of no part of {model}")
         for name, site in ((name, site) for site in self._sites for name in self._unexpected):
             if name.startswith(f"{site.name}.expert"):

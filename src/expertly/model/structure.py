@@ -93,7 +93,7 @@ def read_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
             f"{_SUPPORTED}"
         )
     config_class = CONFIG_MAPPING[model_type]
-    fields = _of_the_model(raw)
+    fields = of_the_model(raw)
     if not fields.get("quantization_config"):
         fields.pop("quantization_config", None)
     for name in fields:
@@ -110,16 +110,16 @@ def read_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
     return config
 
 
-def _of_the_model(value: Any) -> Any:
+def of_the_model(value: Any) -> Any:
     """A config's fields, and those in it, without `_OF_A_RUN`; with infinity for the object that stands for it."""
     if isinstance(value, list):
-        return [_of_the_model(inner) for inner in value]
+        return [of_the_model(inner) for inner in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {"__float__"}:
         return float("inf") if value["__float__"] == "Infinity" else value
     return {
-        key: inner if key in CONFIG.long else _of_the_model(inner)
+        key: inner if key in CONFIG.long else of_the_model(inner)
         for key, inner in value.items()
         if not _OF_A_RUN.fullmatch(key)
     }

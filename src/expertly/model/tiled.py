@@ -88,7 +88,7 @@ class TiledLinear(TiledLayer, nn.Linear):  # type: ignore[override]
         if x.stride(1) != 1:
             x = x.contiguous()
         out = x.new_empty(num_tokens, self.out_features)
-        formats = self._expertly_format.kernel, NO_DOWN
+        formats = (self._expertly_format.kernel,) * 2 + (NO_DOWN,)
         kernels.tile_dots(formats, tiles.shape[1], (tiles.data_ptr(), 0, num_tokens, 0), x, out.unsqueeze(0), bias)
         return out.view(*input.shape[:-1], self.out_features)
 

@@ -30,15 +30,24 @@ INLINE uint32_t pair_at(const uint8_t *p) { return (uint32_t)(p[0] | p[1] << 8);
 
 INLINE uint32_t word_at(const uint8_t *p) { return pair_at(p) | pair_at(p + 2) << 16; }
 
+/* Eight numbers are the bytes of a word. */
+#define EACH_BYTE(byte) (0x0101010101010101u * (byte))
+
+INLINE void add_to_each(int is_less, uint64_t numbers, int8_t *to) { /* of small numbers, one more or less */
+    numbers ^= EACH_BYTE(128);
+    numbers = (is_less ? numbers - EACH_BYTE(1) : numbers + EACH_BYTE(1)) ^ EACH_BYTE(128);
+    memcpy(to, &numbers, 8);
+}
+
 /* Eight numbers of which none is 0, negated where `signs` has a bit. */
 INLINE void put_signed(uint64_t numbers, uint32_t signs, int8_t *to) {
-    const uint64_t bits = signs * 0x0101010101010101u & 0x8040201008040201u;
-    const uint64_t is_negative = (bits + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
+    const uint64_t bits = EACH_BYTE(signs) & 0x8040201008040201u;
+    const uint64_t is_negative = (bits + EACH_BYTE(127)) >> 7 & EACH_BYTE(1);
     numbers = (numbers ^ is_negative * 255) + is_negative;
     memcpy(to, &numbers, 8);
 }
 
-INLINE uint64_t eight_at(const int8_t *p) {
+INLINE uint64_t eight_at(const void *p) {
     uint64_t numbers;
     memcpy(&numbers, p, 8);
     return numbers;
@@ -56,7 +65,7 @@ INLINE uint32_t even_signs(uint32_t signs) { return (signs & 127) | (uint32_t)__
 
 /* A grid's numbers, each more or less by an eighth, times 8. */
 INLINE void put_shifted(const int8_t *grid, int is_less, int8_t *to) {
-    for (int i = 0; i < 8; i++) to[i] = (int8_t)(grid[i] * 8 + (is_less ? -1 : 1));
+    add_to_each(is_less, eight_at(grid) << 3 & EACH_BYTE(0xf8), to);
 }
 
 /* numbers[UNIT] and scales[2] of unit j of a block. */
@@ -113,22 +122,32 @@ UNIT_OF(iq1_s) {
 
 UNIT_OF(iq1_m) {
     const uint8_t *packed = block + 48; /* of 16 bits: 4 of the block's scale, then 4 scales of 3 */
-    const uint32_t scale = (packed[1] >> 4) | (packed[3] & 0xf0u) | (packed[5] & 0xf0u) << 4 | (packed[7] & 0xf0u) << 8;
-    const uint8_t bytes[2] = {(uint8_t)scale, (uint8_t)(scale >> 8)};
+    const uint16_t scale = (uint16_t)(packed[1] >> 4 | (packed[3] & 0xf0) | (packed[5] & 0xf0) << 4 | (packed[7] & 0xf0) << 8);
+    const float factor = half_number(&scale) * .125f;
     for (int i = 0; i < 4; i++) {
         const int high = block[32 + j * 2 + i / 2] >> i % 2 * 4;
         put_shifted(GRIDS.iq1_s[block[j * 4 + i] | (high & 7) << 8], high >> 3 & 1, numbers + 8 * i);
     }
     for (int i = 0; i < 2; i++) {
         const uint32_t own = pair_at(packed + j / 2 * 2) >> (j % 2 * 2 + i) * 3 & 7;
-        scales[i] = half_number(bytes) * (float)(2 * own + 1) * .125f;
+        scales[i] = factor * (float)(2 * own + 1);
     }
 }
 
 /* Digit `place` of `num` numbers to base 3, of which a byte has five, less 1. */
 INLINE void put_digits(const uint8_t *bytes, int place, int num, int8_t *to) {
     static const uint8_t POWERS[] = {1, 3, 9, 27, 81};
-    for (int i = 0; i < num; i++) to[i] = (int8_t)(((uint8_t)(bytes[i] * POWERS[place]) * 3 >> 8) - 1);
+    for (int i = 0; i < num; i += 8) { /* every second byte has 16 bits to be multiplied in */
+        const uint64_t eight = num < 8 ? word_at(bytes) : eight_at(bytes + i);
+        uint64_t digits = 0;
+        for (int odd = 0; odd < 2; odd++) {
+            const uint64_t moved = (eight >> 8 * odd & 0x00ff00ff00ff00ffu) * POWERS[place] & 0x00ff00ff00ff00ffu;
+            digits |= (moved * 3 >> 8 & 0x0003000300030003u) << 8 * odd;
+        }
+        int8_t less[8];
+        add_to_each(1, digits, less);
+        memcpy(to + i, less, num < 8 ? 4 : 8);
+    }
 }
 
 UNIT_OF(tq1_0) {
@@ -139,7 +158,8 @@ UNIT_OF(tq1_0) {
 }
 
 UNIT_OF(tq2_0) {
-    for (int i = 0; i < UNIT; i++) numbers[i] = (int8_t)((block[j / 4 * 32 + i] >> j % 4 * 2 & 3) - 1);
+    for (int i = 0; i < UNIT; i += 8)
+        add_to_each(1, eight_at(block + j / 4 * 32 + i) >> j % 4 * 2 & EACH_BYTE(3), numbers + i);
     scales[0] = scales[1] = half_number(block + 64);
 }
 
@@ -155,3 +175,4 @@ UNIT_OF(nvfp4) {
     }
 }
 #undef UNIT_OF
+#undef EACH_BYTE

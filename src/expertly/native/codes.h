@@ -25,7 +25,7 @@ static const uint16_t E2M1_HALVES[16] = { /* 2 * value, as bfloat16 */
 /* The place of a unit's input i in the order in which codes are multiplied: byte place % 4 of word place / 4. */
 INLINE int place_in_unit(int format, int i) {
     return format >= INT4_G32 ? i % 2 * 16 + i / 2
-         : format == FP8 || has_blocks(format) ? i
+         : has_weights(format) || has_blocks(format) ? i
          : i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
 }
 
@@ -166,7 +166,7 @@ INLINE vf NAME(code_values)(int offset, vu codes, int b) {
 
 /* Whether codes of a format are multiplied as integers. */
 #ifdef DOT_BYTES
-INLINE int NAME(is_whole)(int format) { return format != FP8 && (code_offset(format) == 128 ? 255 : 127) <= MOST_CODE; }
+INLINE int NAME(is_whole)(int format) { return !has_weights(format) && (code_offset(format) == 128 ? 255 : 127) <= MOST_CODE; }
 #else
 INLINE int NAME(is_whole)(int format) { return (void)format, 0; }
 #endif

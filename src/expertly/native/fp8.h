@@ -17,7 +17,7 @@ static const float FP8_NORMAL[16] = { /* with exponent 0, if that were not speci
 #endif
 
 /* Of V outputs for an input: the lowest byte of each of `codes` is its own. */
-INLINE vf NAME(fp8_any)(int dtype, vu codes, float scale) {
+INLINE vf NAME(fp8_any)(int dtype, vu codes, vf scale) {
     const vu is_small = (vu)((codes & 0xf0) == 0);
     /* the small ones are (8 + m) 2^-9 - 2^-6 */
     const vu bits = ((codes & 0xf0) << 19) + ((codes & 7) << 20) + (120u << 23) + (is_small & 1u << 23);
@@ -70,7 +70,7 @@ INLINE uint32_t NAME(fp8_most)(int N, const char *p, int w, vf normal, const uni
 /* Adds words `which` of a tile for V outputs, whose weights are rounded one by one. */
 static __attribute__((noinline)) void NAME(fp8_words)(int dtype, int N, uint32_t which, const char *p, int w,
                                                       const unit *x, int64_t x_stride, float *sums, int64_t stride) {
-    const float scale = NAME(fp8_scale)(p);
+    const vf scale = (vf){0} + NAME(fp8_scale)(p);
     for (; which; which &= which - 1)
         for (int i = 0, word = __builtin_ctz(which); i < 4; i++) {
             const vf weights = NAME(fp8_any)(dtype, *(const vu *)(p + word * 64 + w * V * 4) >> 8 * i, scale);
@@ -149,6 +149,38 @@ INLINE void NAME(fp8_pairs)(int format, int N, int64_t num, const char *p, const
 INLINE void NAME(fp8_decode)(const char *p, float (*out)[16]) {
     for (int w = 0; w < W; w++)
         for (int k = 0; k < 128; k++)
-            *(vf *)(out[k] + w * V) =
-                NAME(fp8_any)(FLOAT32, *(const vu *)(p + k / 4 * 64 + w * V * 4 + k % 4), NAME(fp8_scale)(p));
+            *(vf *)(out[k] + w * V) = NAME(fp8_any)(FLOAT32, *(const vu *)(p + k / 4 * 64 + w * V * 4 + k % 4),
+                                                    (vf){0} + NAME(fp8_scale)(p));
+}
+
+/* -- with a scale for each of 16 outputs, which are 16 floats behind the words ------------------------------------------- */
+
+INLINE void NAME(fp8_rows_of)(int dtype, int N, const char *p, const unit *x, int64_t x_stride, float *sums, int64_t stride) {
+    for (int w = 0; w < W; w++) {
+        const vf scales = *(const vf *)(p + 2048 + w * V * 4);
+        vf a[MAX_TOKENS][2];
+        for (int t = 0; t < N; t++) a[t][0] = a[t][1] = (vf){0};
+        for (int word = 0; word < 32; word++) {
+            const char *q = p + word * 64 + w * V * 4;
+            if (w == 0) NAME(fetch)(q + AHEAD, 1);
+            for (int i = 0; i < 4; i++) {
+                const vf weights = NAME(fp8_any)(dtype, *(const vu *)q >> 8 * i, scales);
+                for (int t = 0; t < N; t++) a[t][i % 2] += weights * x[t * x_stride + word / 8].x[word % 8 * 4 + i];
+            }
+        }
+        for (int t = 0; t < N; t++) ((vf *)(sums + t * stride))[w] += a[t][0] + a[t][1];
+    }
+}
+
+INLINE void NAME(fp8_rows_add)(int dtype, int N, const char *p, const unit *x, int64_t x_stride, float *sums, int64_t stride) {
+    if (dtype == FLOAT32) NAME(fp8_rows_of)(FLOAT32, N, p, x, x_stride, sums, stride);
+    else if (dtype == FLOAT16) NAME(fp8_rows_of)(FLOAT16, N, p, x, x_stride, sums, stride);
+    else NAME(fp8_rows_of)(BFLOAT16, N, p, x, x_stride, sums, stride);
+}
+
+INLINE void NAME(fp8_rows_decode)(const char *p, float (*out)[16]) {
+    for (int w = 0; w < W; w++)
+        for (int k = 0; k < 128; k++)
+            *(vf *)(out[k] + w * V) = NAME(fp8_any)(FLOAT32, *(const vu *)(p + k / 4 * 64 + w * V * 4 + k % 4),
+                                                    *(const vf *)(p + 2048 + w * V * 4));
 }

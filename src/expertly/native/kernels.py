@@ -42,7 +42,7 @@ those of a prompt for which a tile of quantised weights is decoded once.
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 28
+VERSION = 29
 """Of the interface that is called here; products.c says the same number."""
 
 PLAIN = (nn.Parameter, torch.Tensor)
@@ -72,8 +72,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     # level, dtype, threads, tasks, how many; matrices, neurons, width, bytes from row to row and from matrix to matrix
     "products_dots": (*3 * (_INT,), _ADDRESS, *6 * (_LONG,), _ADDRESS, *2 * (_LONG,), *2 * (_ADDRESS,), _LONG),
     "products_sums": (*3 * (_INT,), _ADDRESS, *4 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, _INT),
-    "tiles_dots": (*5 * (_INT,), _ADDRESS, *5 * (_LONG,), _ADDRESS, *2 * (_LONG,), *2 * (_ADDRESS,), _LONG),
-    "tiles_sums": (*5 * (_INT,), _ADDRESS, *5 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, _INT),
+    "tiles_dots": (*6 * (_INT,), _ADDRESS, *5 * (_LONG,), _ADDRESS, *2 * (_LONG,), *2 * (_ADDRESS,), _LONG),
+    "tiles_sums": (*6 * (_INT,), _ADDRESS, *5 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, _INT),
     "tiles_decode": (*3 * (_INT,), _ADDRESS, *2 * (_LONG,), _ADDRESS),
     "experts": (*3 * (_INT,), _ADDRESS),
     "combine": (*3 * (_INT,), *3 * (_LONG,), *3 * (_ADDRESS,)),
@@ -172,14 +172,15 @@ def spins_shortly() -> bool:
 
 
 class ExpertProducts:
-    """What calls for the experts of one layer have in common: `formats` of inner matrices and down, NO_DOWN both where
-    they are rows of numbers; `row_nbytes` from row to row, or from block to block, and `matrix_nbytes` from matrix to
-    matrix of rows; biases, contiguous: of each inner matrix [E, I], and of down [E, H].
+    """What calls for the experts of one layer have in common: `formats` of gate, up (where there is no gate, up has
+    gate's) and down, all NO_DOWN where they are rows of numbers; `row_nbytes` from row to row, or from block to block,
+    and `matrix_nbytes` from matrix to matrix of rows; biases, contiguous: of each inner matrix [E, I], and of down
+    [E, H].
     """
 
     def __init__(
         self,
-        formats: tuple[int, int],
+        formats: tuple[int, int, int],
         shape: tuple[int, int],
         row_nbytes: int,
         matrix_nbytes: int,
@@ -577,16 +578,16 @@ class Kernels:
 
     def tile_dots(
         self,
-        formats: tuple[int, int],
+        formats: tuple[int, int, int],
         block_nbytes: int,
         tasks: Sequence[int],
         x: torch.Tensor,
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """As `dots`, of the inner matrices in blocks of `formats`: the kernel of these matrices and down's, or NO_DOWN
-        where blocks are 16 outputs of a matrix alone; a task's address is its first block, others follow every
-        `block_nbytes`. One task may have any n.
+        """As `dots`, of the inner matrices in blocks of `formats`: the kernels of gate, up (where there is no gate, up
+        has gate's) and down, or NO_DOWN where blocks are 16 outputs of a matrix alone; a task's address is its first
+        block, others follow every `block_nbytes`. One task may have any n.
 
         `x` is [*, H], its rows dense; `out` [M - 1, *, r], contiguous. `bias` [r], of one inner matrix. Raises
         MemoryError.
@@ -613,7 +614,7 @@ class Kernels:
 
     def tile_sums(
         self,
-        formats: tuple[int, int],
+        formats: tuple[int, int, int],
         block_nbytes: int,
         tasks: Sequence[int],
         h: torch.Tensor,
@@ -648,7 +649,7 @@ class Kernels:
         if self._call.tiles_decode(*how, address, *out.shape, out.data_ptr()):
             raise MemoryError(_FAILED)
 
-    def _how(self, formats: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
+    def _how(self, formats: tuple[int, int, int], dtype: torch.dtype) -> tuple[int, ...]:
         return self._level, *formats, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)
 
 

@@ -119,8 +119,7 @@ static void NAME(many_tiles)(int format, int dtype, int64_t num_tiles, const cha
 
 /* The inner products of neurons `first` to `end` of the only task, and what is done with them. */
 static void NAME(many_dots)(const dots *d, const task *one, int64_t first, int64_t end) {
-    const int64_t group = tile_group(d->format), num_tiles = d->width / group, nbytes = tile_nbytes(d->format);
-    const int64_t itemsize = NAME(itemsize)(d->dtype), n = one->num_tokens, most_tiles = MANY_UNITS * UNIT / group;
+    const int64_t itemsize = NAME(itemsize)(d->dtype), n = one->num_tokens;
     const int64_t size = d->block_size < UNIT ? d->block_size : UNIT, of_matrix = size / 16;
     for (; first < end; first += size) {
         const char *block = one->weights + first / d->block_size * d->row_nbytes;
@@ -128,11 +127,15 @@ static void NAME(many_dots)(const dots *d, const task *one, int64_t first, int64
         char products[2 * MANY_TOKENS * UNIT * 4] __attribute__((aligned(64)));
         const unit *x = (const unit *)d->x;
         memset(sums, 0, sizeof sums);
-        for (int64_t j = 0, some; j < num_tiles; j += some, x += some * group / UNIT * n) {
-            some = num_tiles - j < most_tiles ? num_tiles - j : most_tiles;
+        for (int64_t j = 0, some; j < d->width; j += some, x += some / UNIT * n) {
+            some = d->width - j < MANY_UNITS * UNIT ? d->width - j : MANY_UNITS * UNIT;
             for (int64_t k = 0; k < d->num_matrices * of_matrix; k++) {
-                const int64_t row = (k / of_matrix * d->block_size + first % d->block_size) / 16 + k % of_matrix;
-                NAME(many_tiles)(d->format, d->dtype, some, block + (row * num_tiles + j) * nbytes, nbytes, n, x, sums[k][0]);
+                const int64_t m = k / of_matrix, row = first % d->block_size / 16 + k % of_matrix;
+                const int format = m ? d->up_format : d->format;
+                const int64_t group = tile_group(format), nbytes = tile_nbytes(format);
+                const char *matrix = block + m * (d->block_size / 16) * (d->width / tile_group(d->format)) * tile_nbytes(d->format);
+                NAME(many_tiles)(format, d->dtype, some / group, matrix + (row * (d->width / group) + j / group) * nbytes, nbytes,
+                                 n, x, sums[k][0]);
             }
         }
         for (int64_t k = 0; k < d->num_matrices * of_matrix; k++)

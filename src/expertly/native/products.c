@@ -164,7 +164,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 28; }
+int expertly_products_version(void) { return 29; }
 
 /* Tables to decode with, as GRIDS has them, before anything is decoded. */
 int expertly_products_grids(const char *bytes, int64_t nbytes) {
@@ -236,8 +236,9 @@ static int32_t taken_as(const instruction_set *set, int dtype) {
 static int64_t block_size(int down) { return down == NO_DOWN ? 16 : tile_group(down); }
 
 /* Of a block: its inner matrices, then down. */
-static int64_t inner_nbytes(int inner, int down, int64_t num_inner, int64_t hidden) {
-    return num_inner * (block_size(down) / 16) * (hidden / tile_group(inner)) * tile_nbytes(inner);
+static int64_t inner_nbytes(int gate, int up, int down, int64_t num_inner, int64_t hidden) {
+    const int64_t of_up = hidden / tile_group(up) * tile_nbytes(up), of_gate = hidden / tile_group(gate) * tile_nbytes(gate);
+    return block_size(down) / 16 * (of_gate + (num_inner > 1 ? of_up : 0));
 }
 
 static int64_t down_nbytes(int down, int64_t hidden) {
@@ -249,13 +250,21 @@ static int64_t neuron_nbytes(int format, int dtype, int64_t width) {
     return format == ROWS ? width * itemsize_of(dtype) : width * tile_nbytes(format) / (16 * tile_group(format));
 }
 
-static int has_tiles(const instruction_set *set, int inner, int down, int dtype, int64_t num_inner, int64_t num_neurons,
-                     int64_t hidden, int64_t block_nbytes) {
-    if (!takes(set, dtype) || inner < 0 || inner >= NUM_FORMATS || down < NO_DOWN || down >= NUM_FORMATS) return 0;
-    if (down == NO_DOWN && num_inner != 1) return 0;
+static int has_tiles(const instruction_set *set, int gate, int up, int down, int dtype, int64_t num_inner,
+                     int64_t num_neurons, int64_t hidden, int64_t block_nbytes) {
+    if (!takes(set, dtype) || gate < 0 || gate >= NUM_FORMATS || up < 0 || up >= NUM_FORMATS) return 0;
+    if (down < NO_DOWN || down >= NUM_FORMATS || (down == NO_DOWN && num_inner != 1)) return 0;
     if (num_inner < 1 || num_inner > 2 || num_neurons < 1 || hidden < 1) return 0;
-    if (num_neurons % block_size(down) || hidden % tile_group(inner)) return 0;
-    return inner_nbytes(inner, down, num_inner, hidden) + down_nbytes(down, hidden) <= block_nbytes;
+    if (num_neurons % block_size(down) || hidden % tile_group(gate)) return 0;
+    if (num_inner == 2 && hidden % tile_group(up)) return 0;
+    return inner_nbytes(gate, up, down, num_inner, hidden) + down_nbytes(down, hidden) <= block_nbytes;
+}
+
+/* The same in all that are multiplied with its inputs. */
+static int64_t inner_neuron_nbytes(const dots *d) {
+    const int64_t first = neuron_nbytes(d->format, d->dtype, d->width);
+    if (d->num_matrices == 1 || d->format == ROWS) return d->num_matrices * first;
+    return first + neuron_nbytes(d->up_format, d->dtype, d->width);
 }
 
 static int can_do(const instruction_set *set, int dtype, const task *tasks, int64_t num_tasks,
@@ -293,7 +302,7 @@ static int run_many(const instruction_set *set, dots *inner, sums *down, inputs 
         task some = some_tokens(&all, t, num);
         for (int64_t i = 0; i < num; i++) set->many_prepare(dtype, input_at(&from, some.x_row + i), width, x + i, num);
         if (inner != NULL) {
-            const int64_t nbytes = inner->num_matrices * neuron_nbytes(inner->format, dtype, width);
+            const int64_t nbytes = inner_neuron_nbytes(inner);
             inner->tasks = &some;
             inner->dtype = dtype;
             inner->x = (const float *)x;
@@ -325,21 +334,24 @@ static int begin_dots(const instruction_set *set, dots *job, int64_t num_tasks, 
     job->chunk = chunk;
     job->num_chunks = (job->num_neurons + chunk - 1) / chunk;
     job->chunks.num = num_tasks * job->num_chunks;
-    float *prepared = allocate(from.num * job->padded_width);
+    const int is_twice = format != ROWS && job->num_matrices > 1 && job->up_format != format;
+    float *prepared = allocate((1 + is_twice) * from.num * job->padded_width);
     if (prepared == NULL) return 0;
-    for (int64_t t = 0; t < from.num; t++) {
-        float *to = prepared + t * job->padded_width;
-        if (format == ROWS) set->prepare(job->dtype, input_at(&from, t), job->width, to);
-        else set->tile_prepare(format, job->dtype, input_at(&from, t), job->width, to);
-    }
     job->x = prepared;
+    job->up_x = prepared + is_twice * from.num * job->padded_width;
+    for (int64_t t = 0; t < from.num; t++, prepared += job->padded_width) {
+        const char *x = input_at(&from, t);
+        if (format == ROWS) set->prepare(job->dtype, x, job->width, prepared);
+        else set->tile_prepare(format, job->dtype, x, job->width, prepared);
+        if (is_twice) set->tile_prepare(job->up_format, job->dtype, x, job->width, prepared + (job->up_x - job->x));
+    }
     return 1;
 }
 
 /* The products of `job` but for its inputs and chunks. */
 static int run_dots(const instruction_set *set, dots job, int64_t num_tasks, inputs from, int num_threads) {
     if (num_tasks == 1 && is_many(job.format, job.tasks)) return run_many(set, &job, NULL, from, num_threads);
-    const int64_t nbytes = job.num_matrices * neuron_nbytes(job.format, job.dtype, job.width);
+    const int64_t nbytes = inner_neuron_nbytes(&job);
     const int64_t block = job.format == ROWS ? ROWS_BLOCK : job.block_size;
     const int64_t chunk = chunk_of(CHUNK_NBYTES, job.num_neurons, nbytes, 8, block);
     if (!begin_dots(set, &job, num_tasks, from, chunk)) return -1;
@@ -418,13 +430,13 @@ int expertly_products_sums(int level, int dtype, int num_threads, const task *ta
 }
 
 /* As expertly_products_dots, of quantised matrices: a task's weights are the first of its blocks. */
-int expertly_tiles_dots(int level, int inner, int down, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
-                        int64_t num_inner, int64_t num_neurons, int64_t hidden, int64_t block_nbytes, const char *x,
+int expertly_tiles_dots(int level, int gate, int up, int down, int dtype, int num_threads, const task *tasks,
+                        int64_t num_tasks, int64_t num_inner, int64_t num_neurons, int64_t hidden, int64_t block_nbytes, const char *x,
                         int64_t num_x, int64_t x_nbytes, const char *bias, char *out, int64_t out_rows) {
     const instruction_set *set = set_at(level);
-    if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden, block_nbytes)) return -1;
+    if (!has_tiles(set, gate, up, down, dtype, num_inner, num_neurons, hidden, block_nbytes)) return -1;
     const dots job = {
-        .format = inner, .dtype = dtype, .num_matrices = (int32_t)num_inner, .num_neurons = num_neurons, .width = hidden,
+        .format = gate, .up_format = up, .dtype = dtype, .num_matrices = (int32_t)num_inner, .num_neurons = num_neurons, .width = hidden,
         .block_size = block_size(down), .row_nbytes = block_nbytes, .bias = bias, .out = out, .out_rows = out_rows,
         .tasks = tasks,
     };
@@ -432,12 +444,12 @@ int expertly_tiles_dots(int level, int inner, int down, int dtype, int num_threa
 }
 
 /* As expertly_products_sums, of such matrices. */
-int expertly_tiles_sums(int level, int inner, int down, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
-                        int64_t num_inner, int64_t num_neurons, int64_t hidden, int64_t block_nbytes, const char *h,
+int expertly_tiles_sums(int level, int gate, int up, int down, int dtype, int num_threads, const task *tasks,
+                        int64_t num_tasks, int64_t num_inner, int64_t num_neurons, int64_t hidden, int64_t block_nbytes, const char *h,
                         int64_t num_h, char *out, int is_added) {
     const instruction_set *set = set_at(level);
-    if (down == NO_DOWN || !has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden, block_nbytes)) return -1;
-    const int64_t at = inner_nbytes(inner, down, num_inner, hidden);
+    if (down == NO_DOWN || !has_tiles(set, gate, up, down, dtype, num_inner, num_neurons, hidden, block_nbytes)) return -1;
+    const int64_t at = inner_nbytes(gate, up, down, num_inner, hidden);
     task *own = malloc((size_t)num_tasks * sizeof(task));
     for (int64_t i = 0; own != NULL && i < num_tasks; i++) {
         own[i] = tasks[i];
@@ -457,21 +469,21 @@ int expertly_tiles_sums(int level, int inner, int down, int dtype, int num_threa
 /* Both products of each task and what is between them, chunk by chunk. */
 int expertly_experts(int level, int dtype, int num_threads, const experts_call *call) {
     const instruction_set *set = set_at(level);
-    const int inner = (int)call->inner, down = (int)call->down, is_tiled = inner != ROWS;
+    const int gate = (int)call->gate, up = (int)call->up, down = (int)call->down, is_tiled = gate != ROWS;
     const int64_t r = call->num_neurons, hidden = call->hidden, num_inner = call->num_inner, num_tasks = call->num_tasks;
     if (set == NULL || num_inner < 1 || num_inner > 2 || (call->f == NULL) != (dtype == FLOAT32)) return -1;
     if (num_tasks < 1) return -1;
     const int64_t row_nbytes = call->row_nbytes;
-    if (is_tiled && (down == NO_DOWN || !has_tiles(set, inner, down, dtype, num_inner, r, hidden, row_nbytes))) return -1;
+    if (is_tiled && (down == NO_DOWN || !has_tiles(set, gate, up, down, dtype, num_inner, r, hidden, row_nbytes))) return -1;
     int64_t num_rows = 0;
     for (int64_t i = 0; i < num_tasks; i++) {
         if (call->tasks[i].num_tokens < 1) return -1;
         num_rows += call->tasks[i].num_tokens;
     }
-    const int64_t at = is_tiled ? inner_nbytes(inner, down, num_inner, hidden) : num_inner * call->matrix_nbytes;
+    const int64_t at = is_tiled ? inner_nbytes(gate, up, down, num_inner, hidden) : num_inner * call->matrix_nbytes;
     const int64_t block = is_tiled ? block_size(down) : ROWS_BLOCK;
     const int64_t h_row_nbytes = is_tiled ? tile_row_nbytes(r) : r * (int64_t)sizeof(float);
-    const int is_one = num_tasks == 1 && is_many(inner, &(task){NULL, 0, num_rows, 0});
+    const int is_one = num_tasks == 1 && is_many(gate, &(task){NULL, 0, num_rows, 0});
     const int64_t h_rows = is_one && num_rows > MANY_TOKENS ? MANY_TOKENS : num_rows;
     const int64_t h_nbytes = (h_rows * h_row_nbytes + 63) / 64 * 64;
     const int64_t inner_out_nbytes = is_one ? 0 : num_inner * num_rows * r * itemsize_of(dtype);
@@ -499,7 +511,7 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
     };
     expert_rows job = {
         .inner = {
-            .then = &then, .format = inner, .dtype = dtype, .num_matrices = (int32_t)num_inner, .num_neurons = r,
+            .then = &then, .format = gate, .up_format = up, .dtype = dtype, .num_matrices = (int32_t)num_inner, .num_neurons = r,
             .width = hidden, .block_size = block, .row_nbytes = row_nbytes, .matrix_nbytes = call->matrix_nbytes,
             .out = memory + h_nbytes, .out_rows = num_rows, .tasks = tasks,
         },
@@ -509,7 +521,7 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
             .row_nbytes = row_nbytes, .h = (const float *)memory, .out = call->out, .tasks = of_sums,
         },
     };
-    const int64_t nbytes = num_inner * neuron_nbytes(inner, dtype, hidden) + neuron_nbytes(down, dtype, hidden);
+    const int64_t nbytes = inner_neuron_nbytes(&job.inner) + neuron_nbytes(down, dtype, hidden);
     const int64_t chunk = chunk_of(EXPERTS_CHUNK_NBYTES, r, nbytes, 32, block);
     const inputs from = {call->x, call->x_nbytes, num_x, x_rows};
     if (is_one) can = can && !run_many(set, &job.inner, &job.down, from, num_threads);
@@ -537,7 +549,7 @@ int expertly_combine(int level, int dtype, int weights_dtype, int64_t num, int64
 /* out[rows, width] in dtype, from the blocks of a matrix alone. */
 int expertly_tiles_decode(int level, int format, int dtype, const char *weights, int64_t num_rows, int64_t width, char *out) {
     const instruction_set *set = set_at(level);
-    if (!has_tiles(set, format, NO_DOWN, dtype, 1, num_rows, width, INT64_MAX)) return -1;
+    if (!has_tiles(set, format, format, NO_DOWN, dtype, 1, num_rows, width, INT64_MAX)) return -1;
     set->decode_rows(format, dtype, weights, num_rows, width, out);
     return 0;
 }

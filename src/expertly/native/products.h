@@ -89,10 +89,11 @@ INLINE task some_tokens(const task *one, int64_t t, int64_t most) {
 typedef struct {
     const activation *then; /* what follows at once; or NULL */
     int32_t format, dtype, num_matrices;
+    int32_t up_format; /* with tiles, of the second matrix */
     int64_t num_neurons, width, padded_width;
     int64_t block_size;                /* neurons of a block of tiles */
     int64_t row_nbytes, matrix_nbytes; /* distance of two neurons (with tiles, of two blocks), and of two matrices */
-    const float *x;                    /* [*, padded_width], in the order that the kernel reads (place, place_in_unit) */
+    const float *x, *up_x;             /* [*, padded_width], in the order that the kernel reads (place, place_in_unit) */
     const char *bias;                  /* [r] in dtype, or NULL */
     char *out;                         /* [M, out_rows, r] */
     int64_t out_rows;
@@ -134,8 +135,8 @@ typedef struct {
 /* -- quantised matrices, which lie in tiles (tiles_body.h) -------------------------------------------------------------- */
 
 /* X(number, prefix of its functions, inputs of a tile, bytes of a tile). A format in Python names the number as `kernel`.
- * Functions of CODE_FORMATS are in codes.h, those of BLOCK_FORMATS in blocks.h, those of INT4_FORMATS in int4.h; each of
- * WEIGHT_FORMATS has its own header.
+ * Functions of CODE_FORMATS are in codes.h, those of BLOCK_FORMATS in blocks.h, those of INT4_FORMATS in int4.h, those of
+ * WEIGHT_FORMATS in fp8.h and nvfp4.h.
  */
 #define CODE_FORMATS(X) \
     X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2) \
@@ -164,7 +165,9 @@ typedef struct {
     X(TQ2_0, tq2_0, 256, 16 * 66) \
     X(NVFP4, nvfp4, 64, 16 * 36)
 #define WEIGHT_FORMATS(X) \
-    X(FP8, fp8, 128, 16 * 128 + 4)
+    X(FP8, fp8, 128, 16 * 128 + 4) \
+    X(FP8_ROWS, fp8_rows, 128, 16 * 128 + 16 * 4) \
+    X(NVFP4_GLOBAL, nvfp4_global, 128, 16 * (128 / 2 + 128 / 16) + 4)
 #define INT4_FORMATS(X) \
     X(INT4_G32, int4_g32, 32, 16 * (32 / 2 + 2)) \
     X(INT4_G128, int4_g128, 128, 16 * (128 / 2 + 2)) \
@@ -188,6 +191,9 @@ enum { TILE_FORMATS(X) NUM_FORMATS };
 #undef X
 
 enum { MAX_GROUP = 256 }; /* the largest tile_group */
+
+/* Whether it is one of WEIGHT_FORMATS, whose inputs are float32 in their own order. */
+INLINE int has_weights(int format) { return format >= FP8 && format < INT4_G32; }
 
 /* Whether units of its tiles are unpacked before they are multiplied; or such a unit. */
 INLINE int has_blocks(int format) { return format >= UNPACKED && format < FP8; }
@@ -250,7 +256,7 @@ typedef struct {
  * second, and so on: num_tokens of each.
  */
 typedef struct {
-    int64_t inner, down;                    /* formats; or both ROWS */
+    int64_t gate, up, down;                 /* formats; where there is no gate, up has gate's; or all ROWS */
     int64_t num_inner, num_neurons, hidden; /* num_inner: 2 (gate and up) or 1 (up); num_neurons: of a task */
     int64_t row_nbytes, matrix_nbytes;      /* with ROWS: distance of two neurons, and of two matrices */
     const uint16_t *f, *g;                  /* as in `activation` */

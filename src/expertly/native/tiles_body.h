@@ -70,6 +70,7 @@ INLINE vf NAME(rounded)(int dtype, vf values) {
 
 #include "codes.h"
 #include "fp8.h"
+#include "nvfp4.h"
 #include "int4.h"
 
 /* -- blocks ------------------------------------------------------------------------------------------------------------ */
@@ -214,14 +215,16 @@ INLINE NAME(tiles_add) *NAME(add_of)(int dtype, int format, int64_t num_tokens) 
 
 /* `dots` with tiles, for neurons `first` to `end` of a task, block after block. */
 static void NAME(tile_dots)(const dots *d, const task *one, int64_t first, int64_t end) {
-    const int64_t group = tile_group(d->format), num_tiles = d->width / group, itemsize = NAME(itemsize)(d->dtype);
+    const int64_t itemsize = NAME(itemsize)(d->dtype);
     const int N = (int)one->num_tokens;
-    const unit *x = (const unit *)(d->x + one->x_row * d->padded_width);
-    NAME(tiles_add) *const add = NAME(add_of)(d->dtype, d->format, N);
     for (; first < end; first += d->block_size) {
         const char *p = one->weights + first / d->block_size * d->row_nbytes;
-        for (int64_t m = 0; m < d->num_matrices; m++)
-            for (int64_t i = first; i < first + d->block_size; i += 16, p += num_tiles * tile_nbytes(d->format)) {
+        for (int64_t m = 0; m < d->num_matrices; m++) {
+            const int format = m ? d->up_format : d->format;
+            const int64_t group = tile_group(format), num_tiles = d->width / group;
+            const unit *x = (const unit *)((m ? d->up_x : d->x) + one->x_row * d->padded_width);
+            NAME(tiles_add) *const add = NAME(add_of)(d->dtype, format, N);
+            for (int64_t i = first; i < first + d->block_size; i += 16, p += num_tiles * tile_nbytes(format)) {
                 float results[MAX_TOKENS][16] __attribute__((aligned(64))) = {0};
                 add(d->dtype, num_tiles, p, x, d->width / UNIT, group / UNIT, results[0], 16, 0);
                 for (int t = 0; t < N; t++) {
@@ -231,6 +234,7 @@ static void NAME(tile_dots)(const dots *d, const task *one, int64_t first, int64
                     NAME(put_all)(d->dtype, results[t], 16, d->out + (row * d->num_neurons + i) * itemsize);
                 }
             }
+        }
     }
 }
 

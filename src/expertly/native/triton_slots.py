@@ -513,11 +513,11 @@ class SlotProducts:
         of_none = {"DECODE": None, "FORM": None, "ROUNDS": False, "PART": 1, "TILE_NBYTES": 0}
         self._inner, self._down = shape | of_none | {"G": 1}, shape | of_none | {"INNER_NBYTES": 0}
         if form is not None:
-            for kernel, one in ((self._inner, form.inner), (self._down, form.down)):
+            for kernel, one in ((self._inner, form.gate), (self._down, form.down)):
                 kernel["DECODE"], kernel["FORM"], exact_in = _DECODERS[one.name]
                 kernel["ROUNDS"] = dtype not in exact_in
                 kernel["TILE_NBYTES"], kernel["PART"] = one.tile_nbytes, 64 if one.group == 256 else one.group
-            self._inner["G"] = form.inner.group
+            self._inner["G"] = form.gate.group
             self._down["INNER_NBYTES"] = form.inner_nbytes(geometry.num_matrices, geometry.hidden_size)
 
     def finding(self, top_k: int) -> Program:
@@ -664,7 +664,7 @@ class TritonKernels(Kernels):
         dtypes = {bias.dtype for bias in (*inner_bias, down_bias) if bias is not None}
         if dtype not in _DTYPES or not dtypes <= {dtype}:
             return None
-        if form is not None and not {form.inner.name, form.down.name} <= _DECODERS.keys():
+        if form is not None and (form.gate is not form.up or not {form.gate.name, form.down.name} <= _DECODERS.keys()):
             return None
         activation = recognise(activate, dtype, rows.device, is_gated=geometry.num_matrices == 3)
         if activation is None:

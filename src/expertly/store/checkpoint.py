@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import re
@@ -32,6 +33,10 @@ from expertly.core.untrusted import (
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+ADAPTER_NAME = "adapter_config.json"
+
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
+_log = logging.getLogger("expertly")
 
 _SAMPLE_NBYTES = 4096
 _NUM_SAMPLES = 64
@@ -70,14 +75,16 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Read config, index and all headers. Raises CheckpointError naming the file and the problem."""
+        """Read config, index and all headers. An index decides which file a tensor is of, or without one the headers.
+        Raises CheckpointError naming the file and the problem.
+        """
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder")
-        weight_map = _weight_map(folder)
+        names, weight_map = _files_of(folder)
         config = read_json_object(folder / "config.json", CheckpointError, CONFIG)
-        names = sorted(set(weight_map.values())) if weight_map else [SINGLE_NAME]
         headers: dict[str, bytes] = {}
         tensors: dict[str, TensorRef] = {}
+        superseded: list[str] = []
         for file_name in names:
             path = folder / file_name
             if not path.exists():
@@ -85,14 +92,26 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: missing shard: {needs}")
             headers[file_name] = raw = read_header_bytes(path, CheckpointError)
             for name, info in parse_safetensors_header(path, raw, CheckpointError).items():
+                if weight_map.get(name, file_name) != file_name:
+                    superseded.append(f"{name:.200} in {file_name!r:.200}")
+                    continue
                 if name in tensors:
-                    raise CheckpointError(f"{path}: tensor {name!r} is also in {tensors[name].path.name}")
+                    which = f"{INDEX_NAME} must say which counts"
+                    raise CheckpointError(f"{path}: tensor {name!r:.200} is also in {tensors[name].path.name}: {which}")
                 tensors[name] = TensorRef(path, info.dtype, info.shape, info.begin, info.nbytes)
         for name, file_name in weight_map.items():
-            if name not in tensors or tensors[name].path.name != file_name:
+            if name not in tensors:
                 raise CheckpointError(
                     f"{folder / file_name}: tensor {name!r:.200} is not in it, but {INDEX_NAME} says so"
                 )
+        if superseded:
+            _log.warning(
+                "%s: names other files for %d tensors that are in several; not read: %s%s",
+                folder / INDEX_NAME,
+                len(superseded),
+                superseded[0],
+                ", ..." if superseded[1:] else "",
+            )
         shapes = {name: ref.shape for name, ref in tensors.items()}
         check_claims(folder / "config.json", config, shapes, CheckpointError)
         return cls(folder, config, tensors, headers)
@@ -240,27 +259,93 @@ def _numbers(value: object, name: str = "") -> Iterator[tuple[str, int | float]]
         yield name, value  # type: ignore[misc]
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name to file name; empty where the checkpoint is one file."""
-    if (folder / SINGLE_NAME).exists():  # like in transformers, it has precedence over an index
-        return {}
-    path = folder / INDEX_NAME
-    if not path.exists():
-        if any(one.is_symlink() and not one.exists() for one in (path, folder / SINGLE_NAME)):
-            raise CheckpointError(f"{folder}: its weights are a broken link: an unfinished download?")
-        beside = sorted(p.name for end in ("safetensors", "bin", "gguf", "pt") for p in folder.glob(f"*.{end}"))
-        use = "a file to give itself" if beside and beside[0].endswith(".gguf") else "which cannot be packed"
-        named = f"; found {', '.join(beside[:3])}, {use}" if beside else ""
-        raise CheckpointError(f"{folder}: no {SINGLE_NAME} and no {INDEX_NAME}{named}")
+def has_weights(folder: Path) -> bool:
+    """Whether there are files of weights in a folder, or in folders in it, or an index of such files."""
+    return (folder / INDEX_NAME).exists() or any(_weights_in(one) for one in (folder, *_folders_in(folder)))
+
+
+def _weights_in(folder: Path) -> list[str]:
+    """Names of the files of a model's weights, and none of an adapter."""
+    return sorted(path.name for path in folder.glob("*.safetensors") if not path.name.startswith("adapter_model"))
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError:  # of others
+        return []
+
+
+def _files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The files of the weights, and which of them an index names for each tensor. Raises CheckpointError."""
+    single, index = folder / SINGLE_NAME, folder / INDEX_NAME
+    weight_map = _weight_map(index) if index.exists() else {}
+    named = sorted(set(weight_map.values()))
+    if named and not any((folder / name).exists() for name in named):
+        if single.exists():  # an index of what was there before
+            _log.warning("%s: not used: none of the %d files that it names is there", index, len(named))
+            return [SINGLE_NAME], {}
+        inner = [one.name for one in _folders_in(folder) if any((one / name).exists() for name in named)]
+        if len(inner) == 1:
+            weight_map = {name: f"{inner[0]}/{file}" for name, file in weight_map.items()}
+            return [f"{inner[0]}/{name}" for name in named], weight_map
+    if named:
+        if single.exists() and SINGLE_NAME not in named:
+            _log.warning("%s: not read: %s names the files of the weights", single, INDEX_NAME)
+        return named, weight_map
+    if single.exists():
+        return [SINGLE_NAME], {}
+    files = [path for path in _weights_in(folder) if (folder / path).exists()]
+    if files:
+        _check_shards(folder, files)
+        return files, {}
+    inner = [] if _weights_in(folder) else [one.name for one in _folders_in(folder) if has_weights(one)]
+    if len(inner) == 1:
+        files, weight_map = _files_of(folder / inner[0])
+        weight_map = {name: f"{inner[0]}/{file}" for name, file in weight_map.items()}
+        return [f"{inner[0]}/{file}" for file in files], weight_map
+    raise CheckpointError(f"{folder}: {_why_no_weights(folder, inner)}")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Tensor name to file name, of an index. Raises CheckpointError."""
     weight_map = read_json_object(path, CheckpointError, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map={weight_map!r:.80}: must map tensor names to file names")
     for name, file_name in weight_map.items():
-        if not is_plain_name(file_name):
+        if not isinstance(file_name, str) or not all(map(is_plain_name, file_name.split("/"))):
             raise CheckpointError(
-                f"{path}: weight_map[{name!r:.80}]={file_name!r:.80}: must be a file name in the same folder"
+                f"{path}: weight_map[{name!r:.80}]={file_name!r:.80}: must be a file name in the same folder, or in "
+                "one in it"
             )
     return weight_map
+
+
+def _check_shards(folder: Path, names: list[str]) -> None:
+    """Refuse numbered shards of which one is missing: without an index nothing else says so."""
+    for name in names:
+        if match := _SHARD.search(name):
+            num = int(match[1])
+            stem = name[: match.start()]
+            parts = (f"{stem}-{number:05d}-of-{num:05d}.safetensors" for number in range(1, num + 1))
+            missing = next((part for part in parts if part not in names), None)
+            if missing is not None:
+                raise CheckpointError(f"{folder / missing}: missing shard: the weights are split into {num} files")
+
+
+def _why_no_weights(folder: Path, inner: list[str]) -> str:
+    if any(path.is_symlink() and not path.exists() for path in (folder / INDEX_NAME, *folder.glob("*.safetensors"))):
+        return "its weights are a broken link: an unfinished download?"
+    if (folder / ADAPTER_NAME).exists():
+        base = read_json_object(folder / ADAPTER_NAME, CheckpointError).get("base_model_name_or_path")
+        of = f" of {base!r:.200}" if isinstance(base, str) else ""
+        return f"an adapter (LoRA){of} without its model; merge it into that first (PEFT's merge_and_unload)"
+    if inner:
+        return f"weights are in several folders in it: {', '.join(inner[:3])}; give one of them"
+    beside = sorted(path.name for end in ("bin", "gguf", "pt") for path in folder.glob(f"*.{end}"))
+    use = "a file to give itself" if beside and beside[0].endswith(".gguf") else "which cannot be packed"
+    named = f"; found {', '.join(beside[:3])}, {use}" if beside else ""
+    return f"no {SINGLE_NAME} and no {INDEX_NAME}{named}"
 
 
 def _stamp(path: Path) -> str:

@@ -36,7 +36,7 @@ class AdapMoEOptions(PolicyOptions):
 class AdapMoE(Allocation):
     """Whole experts go where they save most: a layer l that keeps s experts is expected to load misses_l(s) x (1 -
     a_l). misses_l is that of an LRU cache, from stack distances; a_l is the share of needed experts that predictions
-    name, and that are prefetched. Prompts do not count, since they evict nothing.
+    name, and that are prefetched. Prompts do not count.
 
     With the Usage of a training part quotas are fixed. Without, they are uniform until `tau` tokens have been decoded;
     then, and after every `tau` more, they are computed from everything seen so far.

@@ -286,7 +286,9 @@ def report(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
         rows = [row | {"partial_hit_rate": None} for row in rows]
     several: dict[str, Column] = {"P": ("segments", str)} if len(cuts) > 1 else {}
     parts.append(budgets_table(rows, several | _known(rows, _RESULT)))
-    predicting = [row for row in rows if _predicts(row) and row["skipped"] is None]
+    cannot_be_wrong = ("none", "perfect")
+    ran = [row for row in rows if row["skipped"] is None]
+    predicting = [row for row in ran if get_system(row["system"]).prediction not in cannot_be_wrong]
     if predicting:
         parts.append(budgets_table(predicting, several | _PREDICTING))
     skipped = list(dict.fromkeys(row["skipped"] for row in results if row["skipped"]))
@@ -300,11 +302,6 @@ def _derived(row: Mapping[str, Any]) -> dict[str, Any]:
         "p50": latency.get("p50"),
         "p99": latency.get("p99"),
     }
-
-
-def _predicts(row: Mapping[str, Any]) -> bool:
-    """Whether its predictions can be wrong: not those of the oracle."""
-    return get_system(row["system"]).prediction not in ("none", "perfect")
 
 
 def _known(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> dict[str, Column]:

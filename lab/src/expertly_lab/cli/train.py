@@ -70,10 +70,6 @@ def run(args: TrainPredictorOptions) -> int:
         "hidden": args.hidden,
         **origin(),
         "mean": facts["mean"],
-        "accuracy": [
-            [one.distance, one.layer, *map(_rounded, (one.learned, one.lookahead, one.token_id))]
-            for one in found.accuracies
-        ],
     }
     save_learned(args.out, found.trained.weights, identity, about)
     file = read_learned(args.out, LearnedWeights, identity=identity)
@@ -96,10 +92,6 @@ def run(args: TrainPredictorOptions) -> int:
     }
     show(result, args.json, lambda: report(result))
     return 0
-
-
-def _rounded(share: float | None) -> float | None:
-    return None if share is None else round(share, 4)
 
 
 def report(result: dict[str, Any]) -> str:

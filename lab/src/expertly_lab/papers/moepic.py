@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from expertly_lab.papers.experiment import Experiment, Paper, Sweep
-from expertly_lab.papers.judge import HITS, TPOT, TTFT, Better, Cell, Order
+from expertly_lab.papers.judge import HITS, TPOT, TTFT, Better, Cell, Order, less
 from expertly_lab.papers.runs import Lab
 
 MACHINE = "a6000"
@@ -32,11 +32,6 @@ PARTS = {
     "without LCP": f"{MOEPIC}:eviction=random",
     "without CCA": "moepic:allocation=split",
 }
-
-
-def less(times: float) -> float:
-    """The share of the time that is saved by what is so many times as fast."""
-    return 1 - 1 / times
 
 
 def with_less_memory(lab: Lab) -> dict[tuple[str, str], Cell]:

@@ -43,7 +43,8 @@ def text(result: Result, grid: Grid) -> str:
         lines += ["", f"{finding.trace} ({finding.seconds:.0f} s)", grid(*_table(experiment.claims, finding.cells))]
         for claim, verdict in finding.verdicts:
             lines.append(f"[{_words(verdict, finding)}] {claim.text}")
-            lines += [f"    {effect}{_printed(effect.paper)}" for effect in verdict.effects]
+            for effect in verdict.effects:
+                lines.append(f"    {effect}" + ("" if effect.paper is None else f"; in the paper {effect.paper:+.0%}"))
     return "\n".join([*lines, ""])
 
 
@@ -56,10 +57,6 @@ def _table(claims: Sequence[Claim], cells: Cells) -> tuple[list[str], list[list[
         for (point, system), cell in cells.items()
     ]
     return ["at", "system", *(metric.name for metric in metrics)], rows
-
-
-def _printed(paper: float | None) -> str:
-    return "" if paper is None else f"; in the paper {paper:+.0%}"
 
 
 def _words(verdict: Verdict, finding: Finding) -> str:
@@ -147,12 +144,9 @@ def _markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
 
 
-def _verdicts(results: Sequence[Result]) -> Iterable[Verdict]:
-    return (verdict for result in results for finding in result.findings for _, verdict in finding.verdicts)
-
-
 def _counts(results: Sequence[Result]) -> list[int]:
-    kinds = Counter(verdict.kind for verdict in _verdicts(results))
+    findings = [finding for result in results for finding in result.findings]
+    kinds = Counter(verdict.kind for finding in findings for _, verdict in finding.verdicts)
     return [kinds[kind] for kind in ("holds", "in part", "opposite", "cannot be told")]
 
 

@@ -13,7 +13,7 @@ from expertly.policies.promoe import LearnedWeights
 from expertly_lab.accuracy import accuracies
 from expertly_lab.dataset import Dataset
 from expertly_lab.papers.experiment import Experiment, Paper, Sweep
-from expertly_lab.papers.judge import RIGHT, TPOT, TTFT, WAITING, Better, Cell, Order, Sample, Trend, Within
+from expertly_lab.papers.judge import RIGHT, TPOT, TTFT, WAITING, Better, Cell, Order, Sample, Trend, Within, less
 from expertly_lab.papers.runs import Lab
 
 TRANSFORMERS, LLAMA_CPP = "rtx4090", "rtx4090-llamacpp"
@@ -33,11 +33,6 @@ asks for all that a layer lacks at once and computes what is there first, as Pro
 """
 CACHES = ("static", BY_ID)
 ASSUMED = "llama.cpp's overheads are assumed. "
-
-
-def less(times: float) -> float:
-    """The share of the time that is saved by what is so many times as fast."""
-    return 1 - 1 / times
 
 
 def fastest(ttft: tuple[float, float], tpot: tuple[float, float]) -> list[Better]:

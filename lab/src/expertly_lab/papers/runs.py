@@ -283,12 +283,13 @@ class Lab:
     def _study(self, machine: str, links: float, num_devices: int, is_online: bool) -> Study:
         key = (machine, links, num_devices, is_online)
         if key not in self._studies:
+            hardware = Hardware.read(machine)
             same = next((study for study in self._studies.values() if study.is_queued == is_online), None)
             schedule = same.schedule if same else self.schedule(is_online=is_online)
             self._studies[key] = Study(
                 self.trace,
                 schedule,
-                with_links(Hardware.read(machine), links),
+                replace(hardware, link=replace(hardware.link, nbytes_per_s=hardware.link.nbytes_per_s * links)),
                 self.subject.layers,
                 self.subject.dense,
                 seed=self.options.seed,
@@ -348,14 +349,6 @@ class Lab:
     def assumed_share(self) -> float:
         """Of a token's time with LRU at a quarter of the memory: computing, which the machine's profile assumes."""
         return 1 - self.run("lru").samples[WAITING.name].value
-
-
-def with_links(machine: Hardware, times: float) -> Hardware:
-    """The same machine with a link so many times as fast."""
-    if times == 1:
-        return machine
-    link = replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * times)
-    return replace(machine, name=f"{machine.name}, link x {times:g}", link=link)
 
 
 def first_decoded(trace: Trace, spans: Sequence[RowRange], num_tokens: int) -> list[RowRange]:

@@ -1,9 +1,8 @@
-"""The future that `belady` and `oracle` need, and how many hits it allows at best."""
+"""The future that `belady` and `oracle` need."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -67,30 +66,6 @@ def _chunks_backwards(workload: TraceWorkload) -> Iterator[tuple[int, int, int, 
 
 def _iteration_of(workload: TraceWorkload, row: int) -> int:
     return int(workload.trace.rows("iteration", row, row + 1)[0])
-
-
-def belady_hits(demands: Sequence[int], capacity: int) -> int:
-    """The most hits that a cache of `capacity` experts can have on `demands`, expert ids in order, without prefetching:
-    it starts with the experts that are needed soonest, and keeps what is needed again soonest (Belady, 1966).
-    """
-    following = [len(demands)] * len(demands)
-    next_use: dict[int, int] = {}
-    for at in range(len(demands) - 1, -1, -1):
-        following[at] = next_use.get(demands[at], len(demands))
-        next_use[demands[at]] = at
-    kept = dict(sorted(next_use.items(), key=lambda item: item[1])[:capacity])
-    latest = [(-use, expert) for expert, use in kept.items()]
-    heapq.heapify(latest)
-    hits = 0
-    for expert, use in zip(demands, following, strict=True):
-        hits += expert in kept
-        kept[expert] = use
-        heapq.heappush(latest, (-use, expert))
-        while len(kept) > capacity:
-            last, candidate = heapq.heappop(latest)
-            if kept.get(candidate) == -last:  # else the entry is from before it was needed again
-                del kept[candidate]
-    return hits
 
 
 class TraceFuture:

@@ -23,6 +23,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_ns = 0
+        self.busy_until_ns = 0  # some device computes until then; with one device never later than now
 
 
 class SimulationWatcher(Protocol):
@@ -50,7 +51,7 @@ class VirtualLink:
         self, clock: Clock, hardware: Hardware, geometry: Geometry, watcher: SimulationWatcher | None = None
     ) -> None:
         self.stall_ns = 0
-        """Time that `wait` took."""
+        """Time that `wait` took while no device computed."""
         self._clock = clock
         self._watcher = watcher
         self._latency_ns, self._miss_ns = hardware.link.latency_ns, hardware.miss_ns
@@ -98,9 +99,10 @@ class VirtualLink:
             assert self._next_ns != NEVER_NS, "nothing is in flight that could arrive"
             self._begin()
         arrival_ns = self._arrivals[0][0]
-        if arrival_ns > self._clock.now_ns:
-            self.stall_ns += arrival_ns - self._clock.now_ns
-            self._clock.now_ns = arrival_ns
+        clock = self._clock
+        if arrival_ns > clock.now_ns:
+            self.stall_ns += max(0, arrival_ns - max(clock.now_ns, clock.busy_until_ns))
+            clock.now_ns = arrival_ns
         return self._take()
 
     @property

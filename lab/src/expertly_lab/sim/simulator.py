@@ -22,7 +22,8 @@ from expertly_lab.sim.workload import Iteration
 
 class Simulator:
     """Runs one request at a time or the batches of the trace. `run` may be called once. Several devices compute their
-    experts side by side and are one cache; the first computes all else.
+    experts side by side and are one cache; the first computes all else, sending between them takes no time, and a
+    layer ends when the last of them has computed. A staging slot of theirs is free once its expert is queued.
 
     Predicting takes no time. Jobs of the allocation are given `times` (those of a decode step) and take none either.
     """
@@ -47,7 +48,7 @@ class Simulator:
         self.predictor = predictor
         self._compute = compute
         self.clock = clock
-        self._free_ns = [0] * link.num_devices  # when each device has computed what it was given
+        self._free_ns = [0] * link.num_devices  # when each device has computed what was queued for it
         scheduler.queue.window *= link.num_devices
         self._prefetcher: Prefetcher | None = None
         self._wants: frozenset[Want] = frozenset()
@@ -118,16 +119,18 @@ class Simulator:
             run_layer(self.scheduler, prefetcher, router, self._use, prefetcher, routed)
         else:
             run_layer(self.scheduler, self.link, router, self._use, prefetcher, routed)
-        self.clock.now_ns = max(self.clock.now_ns, *self._free_ns)
+        self.clock.now_ns = max(self.clock.now_ns, self.clock.busy_until_ns)
 
     def _use(self, spans: Sequence[Span]) -> None:
         ((layer, expert, _, num_segments, _),) = spans
-        free_ns, device = self._free_ns, self.link.device_of(layer, expert)
-        begin = max(self.clock.now_ns, free_ns[device])
+        clock, free_ns, device = self.clock, self._free_ns, self.link.device_of(layer, expert)
+        begin = max(clock.now_ns, free_ns[device])
         num_tokens = self._tokens.get(expert, 1) if self._tokens else 1
         free_ns[device] = end = begin + self._span_ns(layer, num_tokens, num_segments)
-        if len(free_ns) == 1:
-            self.clock.now_ns = end
+        clock.busy_until_ns = max(clock.busy_until_ns, end)
+        is_last = self.scheduler.num_open <= num_segments and not self.scheduler.deferred
+        if is_last or len(free_ns) == 1:  # what is prefetched next may evict experts of this layer
+            clock.now_ns = clock.busy_until_ns
         if self._watcher is not None:
             self._watcher.computed(f"expert {expert}", layer, begin, end)
 

@@ -376,7 +376,7 @@ class Study:
         if tpot_s is None or not num_iterations:
             return None
         nbytes = belady["phases"]["decode"]["bytes_loaded"]
-        seconds = nbytes / self.hardware.link.nbytes_per_s
+        seconds = nbytes / (self.hardware.link.nbytes_per_s * self.num_devices)
         return float(max(tpot_s, seconds / num_iterations))
 
 

@@ -1,0 +1,63 @@
+"""NVFP4 of NVIDIA's modelopt and compressed-tensors: numbers of E2M1, a scale of E4M3 for each 16, and one of float32
+for the whole matrix, by which these are multiplied or divided.
+
+A tile is, for each 8 inputs, 16 words of 4 bytes, one for each output, the first input in the lowest bits; then, for
+each 16 inputs, 16 scales, bytes as those of fp8.py; then the float32 one, negative where it divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from expertly.core.errors import CheckpointError
+from expertly.formats.fp8 import e2m1_values, fp8_values, moved_values, sign_moved
+from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat, torch, transposed
+
+_GROUP = 128
+_CODES_NBYTES = TILE_OUTPUTS * _GROUP // 2
+_SCALES_NBYTES = TILE_OUTPUTS * _GROUP // 16
+
+
+class Nvfp4Format(TiledFormat):
+    name = "nvfp4_global"
+    kernel = 26
+    group = _GROUP
+    tile_nbytes = _CODES_NBYTES + _SCALES_NBYTES + 4
+
+    def __init__(self, suffixes: tuple[str, ...], whole: tuple[int, ...] = (), is_factor: bool = True) -> None:
+        """`whole`: the shape of the matrix's scale in a checkpoint."""
+        self.suffixes, self._whole, self._is_factor = suffixes, whole, is_factor
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        return (("U8",), (rows, columns // 2)), (("F8_E4M3",), (rows, columns // 16)), (("F32",), self._whole)
+
+    def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
+        codes, scales, whole = tensors
+        size = float(whole.reshape(()))
+        if not 2.0**-100 < size < 2.0**100:
+            raise CheckpointError(f"{self.suffixes[2]}: {size:g}: must be between 2^-100 and 2^100")
+        fp8_values(scales)
+        signed = np.array([size if self._is_factor else -size], np.float32).view(np.uint8)
+        shape = rows, columns // _GROUP, -1
+        of_groups = sign_moved(scales.view(torch.uint8).numpy()).reshape(shape)
+        return codes.numpy().reshape(shape), of_groups, np.broadcast_to(signed, (*shape[:2], 4))
+
+    def tiles(self, parts: Sequence[Bytes]) -> Bytes:
+        codes, scales, whole = parts
+        flat = [part.reshape(*codes.shape[:-2], -1) for part in (transposed(codes, 4), scales.swapaxes(-1, -2))]
+        return np.concatenate((*flat, whole[..., 0, :]), axis=-1)
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        codes, scales, whole = tiles.split((_CODES_NBYTES, _SCALES_NBYTES, 4), dim=-1)
+        rows = codes.unflatten(-1, (-1, TILE_OUTPUTS, 4)).transpose(-2, -3).flatten(-2)  # [..., 16, 64]
+        factors = moved_values(scales.unflatten(-1, (-1, TILE_OUTPUTS)).transpose(-1, -2).contiguous())
+        size = whole.clone().view(torch.float32).unsqueeze(-1)
+        factors = torch.where(size < 0, factors / -size, factors * size)
+        return e2m1_values(rows) * factors.repeat_interleave(16, -1)
+
+
+nvfp4_form = cache(Nvfp4Format)
+NVFP4 = nvfp4_form((".weight", ".weight_scale", ".weight_scale_2"))

@@ -1,0 +1,505 @@
+"""Quantised checkpoints that people have: decoded to the bit as who made them does, and computed with losslessly."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import expertly
+from expertly.core.errors import CheckpointError
+from expertly.model.packing import pack
+from tests.engine.observe import loaded
+from tests.families import generate, load_reference, logits_of, make_model, make_prompts
+from tests.formats.compressed import make_compressed
+from tests.formats.references import library_checkpoint
+from tests.model.checkpoints import (
+    assert_holds_what_transformers_loads,
+    change,
+    in_groups,
+    make_fused_checkpoint,
+    read_experts,
+    read_tensors,
+    refused,
+    set_config,
+    spread_blocks,
+    write_checkpoint,
+)
+from tests.tables import IS_FULL
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+FP8 = {"num_bits": 8, "type": "float", "format": "float-quantized"}
+INT4 = {"num_bits": 4, "type": "int", "format": "pack-quantized", "scales": BF16}
+PER_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+PER_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+COMPRESSED: dict[str, tuple[tuple[dict[str, Any], ...], str, str]] = {
+    "fp8 a channel": (
+        ({**FP8, "strategy": "channel", "scales": BF16, "activations": PER_TOKEN},),
+        "float32",
+        "fp8_rows",
+    ),
+    "fp8 a channel, float32": (({**FP8, "strategy": "channel", "scales": F32},), "fp8_rows", "fp8_rows"),
+    "fp8 a tensor": (({**FP8, "strategy": "tensor", "scales": F32, "activations": PER_TENSOR},), "fp8", "fp8"),
+    "fp8 a tensor, bfloat16": (({**FP8, "strategy": "tensor", "scales": BF16},), "float32", "fp8"),
+    "fp8 blocks": (({**FP8, "strategy": "block", "block_structure": [128, 128], "scales": F32},), "fp8", "fp8"),
+    "fp8 small blocks": (
+        ({**FP8, "strategy": "block", "block_structure": [64, 32], "scales": F32},),
+        "float32",
+        "bfloat16",
+    ),
+    "int4 g64": (({**INT4, "strategy": "group", "group_size": 64},), "int4_g32", "int4_g32"),
+    "int4 a channel": (({**INT4, "strategy": "channel"},), "int4_g128", "int4_g128"),
+    "int4 g32 asymmetric": (
+        ({**INT4, "strategy": "group", "group_size": 32, "symmetric": False},),
+        "int4_g32_zeros",
+        "int4_g32_zeros",
+    ),
+    "int4 a channel, asymmetric": (
+        ({**INT4, "strategy": "channel", "symmetric": False},),
+        "int4_g128_zeros",
+        "int4_g128_zeros",
+    ),
+    "int4 float16": (({**INT4, "strategy": "group", "group_size": 128, "scales": F16},), "int4_g128_f16", "bfloat16"),
+    "int8 a channel": (({**INT4, "num_bits": 8, "strategy": "channel"},), "float32", "bfloat16"),
+    "int8 g128 asymmetric": (
+        ({**INT4, "num_bits": 8, "strategy": "group", "group_size": 128, "symmetric": False},),
+        "float32",
+        "bfloat16",
+    ),
+    "int8 with activations": (
+        (
+            {
+                **INT4,
+                "num_bits": 8,
+                "strategy": "channel",
+                "format": "int-quantized",
+                "activations": {**PER_TOKEN, "type": "int"},
+            },
+        ),
+        "float32",
+        "bfloat16",
+    ),
+    "int3": (({**INT4, "num_bits": 3, "strategy": "group", "group_size": 32},), "float32", "bfloat16"),
+    "mxfp4": (
+        (
+            {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "group",
+                "group_size": 32,
+                "scales": F32,
+                "format": "mxfp4-pack-quantized",
+            },
+        ),
+        "mxfp4",
+        "mxfp4",
+    ),
+}
+"""Schemes, and what experts are stored as in models of float32 and of bfloat16."""
+
+RUN = (
+    "fp8 a channel",
+    "fp8 a channel, float32",
+    "fp8 a tensor",
+    "int4 a channel, asymmetric",
+    "int4 g64",
+    "mxfp4",
+    "nvfp4 of compressed-tensors",
+)
+"""Of which tokens and logits are compared each time."""
+
+SYSTEMS = [(system, memory) for system in ("lru", "expertly-ahead") for memory in ("25%", "100%")]
+
+
+def assert_runs(store_folder: Path, plain: Path) -> None:
+    """The tokens and logits, of decode steps too, of the decoded model."""
+    reference, prompts = load_reference(plain), make_prompts(2, length=14)
+    tokens, logits = generate(reference, prompts), logits_of(reference, prompts)
+    for system, memory in SYSTEMS:
+        with loaded(store_folder, memory=memory, system=system) as model:
+            assert generate(model, prompts) == tokens, f"{system} {memory}"
+            torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=2e-5 * logits.abs().max())
+            assert memory == "100%" or expertly.stats(model).as_dict()["phases"]["decode"]["bytes_loaded"] > 0
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_tensors_decodes_them_so(name: str, tmp_path: Path) -> None:
+    schemes, *stored_as = COMPRESSED[name]
+    for dtype, form in zip((F32, BF16), stored_as, strict=True):
+        source, plain = make_compressed(tmp_path / f"{dtype}", dtype, *schemes, static="tensor" in name)
+        store = pack(source, tmp_path / f"{dtype}-store")
+        assert store.manifest.stored_as == form
+        assert_holds_what_transformers_loads(store, source, load_reference(plain))
+        if dtype == F32 and (IS_FULL or name in RUN):
+            assert_runs(store.folder, plain)
+
+
+# -- other makers, by the definition -----------------------------------------------------------------------------------
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+Quantization = dict[str, Any] | None
+
+
+def changed(
+    folder: Path, make: Any, quantization: Quantization, dtype: torch.dtype = F32, by_name: bool = False
+) -> tuple[Path, Path]:
+    """qwen3_moe with what `make` (`by_name`: `make(name)`) makes of linear layers, tensors by ending and a decoded one;
+    and the decoded model.
+    """
+    source = folder.with_name(f"{folder.name}-source")
+    make_model(in_groups(128), dtype=dtype).save_pretrained(source)
+    tensors, decoded = {}, {}
+    for name, tensor in read_tensors(source).items():
+        decoded[name] = tensors[name] = tensor
+        if name.endswith("_proj.weight"):
+            stem = name.removesuffix(".weight")
+            made, decoded[name] = (make(name) if by_name else make)(tensor.float() * (64 / tensor.shape[1]) ** 0.5)
+            decoded[name] = decoded[name].to(dtype)
+            del tensors[name]
+            tensors |= {stem + ending: part for ending, part in made.items()}
+    plain = write_checkpoint(folder.with_name(f"{folder.name}-decoded"), decoded, source)
+    return write_checkpoint(folder, tensors, source, quantization_config=quantization), plain
+
+
+def nvfp4(weight: torch.Tensor, names: tuple[str, str, str], is_factor: bool) -> Any:
+    """NVIDIA's definition: codes of E2M1, a scale of E4M3 for each 16, and one of float32 for the matrix."""
+    groups = weight.unflatten(1, (-1, 16))
+    whole = weight.abs().amax() / (6 * 448)
+    scales = (groups.abs().amax(2) / 6 / whole).clamp(max=448).to(torch.float8_e4m3fn)
+    whole = whole if is_factor else 1 / whole
+    factors = (scales.float() * whole if is_factor else scales.float() / whole).unsqueeze(2)
+    codes = (groups / factors.clamp(min=1e-9)).unsqueeze(-1).sub(E2M1).abs().argmin(-1)
+    decoded = (E2M1[codes] * factors).flatten(1)
+    flat = codes.flatten(1).to(torch.uint8)
+    packed = flat[:, 0::2] | flat[:, 1::2] << 4
+    return dict(zip(names, (packed, scales, whole if is_factor else whole.reshape(1)), strict=True)), decoded
+
+
+def fp8(weight: torch.Tensor, *endings: str, rows: bool = False) -> Any:
+    scale = (weight.abs().amax(1, keepdim=True) if rows else weight.abs().amax()) / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return dict(zip(endings, (codes, scale, torch.tensor(0.5)), strict=True)), codes.float() * scale
+
+
+COMPRESSED_NVFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+            "input_activations": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local"},
+        }
+    },
+}
+INPUTS = ".input_scale"
+MADE: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "nvfp4 of compressed-tensors": (
+        partial(nvfp4, names=(".weight_packed", ".weight_scale", ".weight_global_scale"), is_factor=False),
+        COMPRESSED_NVFP4,
+        "nvfp4_global",
+    ),
+    "nvfp4 of modelopt": (
+        partial(nvfp4, names=(".weight", ".weight_scale", ".weight_scale_2"), is_factor=True),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        "nvfp4_global",
+    ),
+    "fp8 of modelopt": (
+        lambda weight: fp8(weight, ".weight", ".weight_scale", INPUTS),
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        "fp8",
+    ),
+    "AutoFP8": (
+        lambda weight: fp8(weight, ".weight", ".weight_scale", INPUTS),
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        "fp8",
+    ),
+    "fp8 a row": (
+        lambda weight: fp8(weight, ".weight", ".weight_scale", INPUTS, rows=True),
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        "fp8_rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_they_are_decoded_by_their_definition(name: str, tmp_path: Path) -> None:
+    make, quantization, stored_as = MADE[name]
+    for dtype in (F32, BF16):
+        source, plain = changed(tmp_path / f"{dtype}", make, quantization, dtype)
+        store = pack(source, tmp_path / f"{dtype}-store")
+        assert store.manifest.stored_as == stored_as
+        assert_holds_what_transformers_loads(store, source, load_reference(plain))
+        if dtype == F32 and (IS_FULL or name in RUN):
+            assert_runs(store.folder, plain)
+
+
+def test_modelopt_may_say_so_in_a_file_of_its_own(tmp_path: Path) -> None:
+    make, quantization, _ = MADE["nvfp4 of modelopt"]
+    source, plain = changed(tmp_path / "model", make, None)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": quantization["quant_algo"]}}
+    (source / "hf_quant_config.json").write_text(json.dumps(said))
+    store = pack(source, tmp_path / "store")
+    assert_holds_what_transformers_loads(store, source, load_reference(plain))
+
+
+@pytest.mark.parametrize("scale", ["_scale_inv", "_scale"])
+@pytest.mark.parametrize("block", [128, 64, 0])
+def test_stacked_experts_in_fp8(block: int, scale: str, tmp_path: Path) -> None:
+    """Of names without ".weight": blocks, or (0) one scale for each expert."""
+    source = make_fused_checkpoint("qwen3_moe", tmp_path / "source")
+    tensors, decoded = read_tensors(source), read_tensors(source)
+    for name in [name for name in tensors if ".experts." in name]:
+        weight = tensors[name]
+        size = (block, block) if block else tuple(weight.shape[1:])
+        sizes = (len(weight), *(-(-n // of) for n, of in zip(weight.shape[1:], size, strict=True)))
+        scales = torch.rand(sizes, generator=torch.Generator().manual_seed(2)) / 448 + 1e-3
+        spread = torch.stack([spread_blocks(one, size, *weight.shape[1:]) for one in scales])
+        codes = (weight / spread).to(torch.float8_e4m3fn)
+        decoded[name] = codes.float() * spread
+        tensors |= {name: codes, name + scale: scales if block else scales.flatten()}
+    quantization = {"quant_method": "fp8", "weight_block_size": [block, block] if block else None}
+    write_checkpoint(tmp_path / "model", tensors, source, quantization_config=quantization)
+    plain = write_checkpoint(tmp_path / "decoded", decoded, source)
+    store = pack(tmp_path / "model", tmp_path / "store")
+    assert_holds_what_transformers_loads(store, tmp_path / "model", load_reference(plain))
+    assert_runs(store.folder, plain)
+
+
+SEVERAL: dict[str, tuple[tuple[dict[str, Any], ...], str]] = {
+    "fp8 attention, int4 experts": (
+        (
+            {**FP8, "strategy": "tensor", "scales": F32, "targets": ["self_attn"]},
+            {**INT4, "strategy": "group", "group_size": 32, "targets": ["experts"]},
+        ),
+        "int4_g32",
+    ),
+    "down in more bits": (
+        (
+            {**FP8, "strategy": "tensor", "scales": F32, "targets": ["down_proj"]},
+            {**INT4, "strategy": "group", "group_size": 128, "targets": ["gate_proj", "up_proj"]},
+        ),
+        "fp8+int4_g128",
+    ),
+    "experts that are decoded": (
+        (
+            {**INT4, "num_bits": 8, "strategy": "channel", "targets": ["experts"]},
+            {**INT4, "strategy": "group", "group_size": 32, "targets": ["self_attn"]},
+        ),
+        "float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_groups_of_a_config(name: str, tmp_path: Path) -> None:
+    schemes, stored_as = SEVERAL[name]
+    source, plain = make_compressed(tmp_path / "model", F32, *schemes)
+    store = pack(source, tmp_path / "store")
+    assert store.manifest.stored_as == stored_as
+    assert_holds_what_transformers_loads(store, source, load_reference(plain))
+    assert_runs(store.folder, plain)
+
+
+def test_what_is_decoded_is_said_with_both_sizes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source, _ = make_compressed(tmp_path / "model", BF16, {**INT4, "num_bits": 8, "strategy": "channel"})
+    pack(source, tmp_path / "store")
+    assert re.search(r"quantised experts of 3 layers are decoded, .*: \S+ MiB in bfloat16 for \S+ MiB", caplog.text)
+    caplog.clear()
+    pack(source, tmp_path / "named", "bfloat16")
+    assert "decoded" not in caplog.text
+
+
+# -- MLX ---------------------------------------------------------------------------------------------------------------
+
+
+def mlx(weight: torch.Tensor, bits: int, size: int, dtype: torch.dtype) -> Any:
+    """Words, scales and biases as mlx-lm stores them, and the weights: number * scale + bias."""
+    groups = weight.unflatten(-1, (-1, size))
+    low, top = groups.amin(-1), groups.amax(-1)
+    scales, biases = ((top - low) / (2**bits - 1)).to(dtype), low.to(dtype)
+    numbers = ((groups - biases.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)).round().clamp(0, 2**bits - 1)
+    decoded = numbers * scales.float().unsqueeze(-1) + biases.float().unsqueeze(-1)
+    places = (numbers.long().flatten(-2).unsqueeze(-1) >> torch.arange(bits)) & 1
+    words = (places.flatten(-2).unflatten(-1, (-1, 32)) << torch.arange(32)).sum(-1)
+    return {".weight": words.to(torch.uint32), ".scales": scales, ".biases": biases}, decoded.flatten(-2)
+
+
+def make_mlx(folder: Path, dtype: torch.dtype, bits: int, size: int = 64, **fields: Any) -> tuple[Path, Path]:
+    """qwen3_moe as mlx-lm converts it: layers, tables and stacked experts; the router always in 8 bits."""
+    source = folder.with_name(f"{folder.name}-source")
+    make_model(in_groups(128), dtype=dtype).save_pretrained(source)
+    decoded = read_tensors(source)
+    tensors, stacks = {}, defaultdict(list)
+    for name in sorted(decoded, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
+        stem, is_expert = name.removesuffix(".weight"), ".experts." in name
+        if decoded[name].dim() < 2:
+            tensors[name] = decoded[name]
+            continue
+        weight = decoded[name].float() * ((64 / decoded[name].shape[1]) ** 0.5 if "_proj" in name else 1)
+        made, weights = mlx(weight, 8 if name.endswith("mlp.gate.weight") else bits, size, dtype)
+        decoded[name] = weights.to(dtype)
+        if is_expert:
+            stacks[re.sub(r"experts\.\d+", "switch_mlp", stem)].append(made)
+        else:
+            tensors |= {stem + ending: part for ending, part in made.items()}
+    for stem, several in stacks.items():
+        tensors |= {stem + ending: torch.stack([one[ending] for one in several]) for ending in several[0]}
+    quantization = {"group_size": size, "bits": bits, "model.layers.0.mlp.gate": {"group_size": size, "bits": 8}}
+    plain = write_checkpoint(folder.with_name(f"{folder.name}-decoded"), decoded, source)
+    return write_checkpoint(folder, tensors, source, quantization=quantization | fields), plain
+
+
+@pytest.mark.parametrize("bits", [4, 8, 6])
+def test_mlx(bits: int, tmp_path: Path) -> None:
+    for dtype in (F32, BF16):
+        source, plain = make_mlx(tmp_path / f"{dtype}", dtype, bits, mode="affine")
+        store = pack(source, tmp_path / f"{dtype}-store")
+        assert_holds_what_transformers_loads(store, source, load_reference(plain))
+        if dtype == F32 and (IS_FULL or bits == 4):
+            assert_runs(store.folder, plain)
+
+
+def test_mlx_in_other_families_and_groups_is_refused(tmp_path: Path) -> None:
+    source, _ = make_mlx(tmp_path / "model", F32, 4)
+    set_config(source, quantization={"group_size": 32, "bits": 4})
+    refused(source, CheckpointError, r"scales: 2 groups of 32 \(quantization.group_size\) in 32 words")
+    set_config(source, quantization={"group_size": 64, "bits": 4, "lm_head": {"group_size": 32, "bits": 4}})
+    refused(source, CheckpointError, r"lm_head.group_size=32: must be 64")
+    set_config(source, quantization={"group_size": 64, "bits": 4}, model_type="qwen3_next")
+    refused(source, CheckpointError, r"MLX changes more than names in a qwen3_next; accepted of MLX: glm4_moe, ")
+
+
+# -- auto-round: GPTQ's and AWQ's packing under another name -----------------------------------------------------------
+
+AUTO_ROUND = {"gptq": "auto_round:auto_gptq", "gptq_v2": "auto_round:gptqmodel", "autoawq": "auto_round:auto_awq"}
+
+
+@pytest.mark.parametrize("name", AUTO_ROUND)
+def test_auto_round(name: str, tmp_path: Path) -> None:
+    """Without the order of inputs, which it does not store."""
+    source = library_checkpoint(tmp_path / "source", F32, name)
+    wanted = pack(source, tmp_path / "wanted")
+    old = json.loads((source / "config.json").read_text())["quantization_config"]
+    fields = {key: old[key] for key in ("bits", "group_size", "sym") if key in old}
+    layers = {"lm_head": {"bits": 8}} if name == "gptq" else {"model.layers.0.mlp.gate": {"bits": 16}}
+    change(source, lambda name, tensor: None if name.endswith("g_idx") else tensor)
+    quantization = {**fields, "quant_method": "auto-round", "packing_format": AUTO_ROUND[name], "extra_config": layers}
+    set_config(source, quantization_config=quantization)
+    store = pack(source, tmp_path / "store")
+    assert store.manifest.stored_as == wanted.manifest.stored_as
+    for layer in range(len(store.manifest.layers)):
+        assert torch.equal(read_experts(store, layer), read_experts(wanted, layer))
+    dense = [load_file(one.folder / "dense.safetensors") for one in (store, wanted)]
+    assert dense[0].keys() == dense[1].keys() and all(torch.equal(dense[0][key], dense[1][key]) for key in dense[0])
+    set_config(source, quantization_config=quantization | {"packing_format": "auto_round:fp8"})
+    refused(source, CheckpointError, r"packing_format='auto_round:fp8': must be 'auto_round:auto_gptq' or ")
+
+
+# -- GPTQ and inputs in another order ----------------------------------------------------------------------------------
+
+
+def gptq(weight: torch.Tensor, bits: int, size: int, sym: bool = True) -> Any:
+    """As GPTQModel packs it: words along inputs, zero points less one; computed in float16."""
+    size = weight.shape[1] if size == -1 else size
+    groups, most, middle = weight.unflatten(1, (-1, size)), 2**bits - 1, 2 ** (bits - 1)
+    scales = (groups.abs().amax(2) / (middle - 0.5)).half()
+    points = torch.full(scales.shape, middle)
+    if not sym:
+        points += torch.randint(-2, 3, scales.shape, generator=torch.Generator().manual_seed(1))
+    codes = (groups / scales.float().unsqueeze(2) + points.unsqueeze(2)).round().clamp(0, most)
+    decoded = (codes - points.unsqueeze(2)).half() * scales.unsqueeze(2)
+    words = _words(codes.flatten(1).T, bits, 0), scales.T, _words(points.T - 1, bits, 1)
+    order = (torch.arange(weight.shape[1]) // size).int()
+    return dict(zip((".qweight", ".scales", ".qzeros", ".g_idx"), (*words, order), strict=True)), decoded.flatten(1)
+
+
+def _words(numbers: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """32 / bits neighbours along `dim` to a word, the first in the lowest bits."""
+    shifts = torch.arange(0, 32, bits)
+    apart = numbers.long().movedim(dim, -1).unflatten(-1, (-1, len(shifts)))
+    return (apart << shifts).sum(-1).to(torch.int32).movedim(-1, dim)
+
+
+GPTQ: dict[str, tuple[dict[str, Any], str]] = {
+    "8 bits": ({"bits": 8, "group_size": 128}, "float16"),
+    "g64": ({"bits": 4, "group_size": 64}, "int4_g32_f16"),
+    "a row": ({"bits": 4, "group_size": -1}, "int4_g128_f16"),
+    "asymmetric, a row": ({"bits": 4, "group_size": -1, "sym": False}, "int4_g128_zeros_f16"),
+    "g16": ({"bits": 4, "group_size": 16}, "float16"),
+}
+
+
+@pytest.mark.parametrize("name", GPTQ)
+def test_gptq(name: str, tmp_path: Path) -> None:
+    fields, stored_as = GPTQ[name]
+    make = partial(gptq, bits=fields["bits"], size=fields["group_size"], sym=fields.get("sym", True))
+    source, plain = changed(tmp_path / "model", make, {"quant_method": "gptq", "desc_act": False, **fields}, F16)
+    store = pack(source, tmp_path / "store")
+    assert store.manifest.stored_as == stored_as
+    assert_holds_what_transformers_loads(store, source, load_reference(plain))
+
+
+def test_gptq_of_other_bits_and_groups_by_layer(tmp_path: Path) -> None:
+    """GPTQModel's `dynamic`: experts in groups of 64, attention in 8 bits, some layers not quantised."""
+    rules = {
+        r"+:.*\.self_attn\.": {"bits": 8, "group_size": 32},
+        r"+:.*\.gate_proj$": {"group_size": 64, "sym": False},
+        r"-:.*layers\.0\.self_attn\.q_proj": {},
+    }
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": rules}
+
+    def make(name: str) -> Any:
+        if "layers.0.self_attn.q_proj" in name:
+            return lambda weight: ({".weight": weight.half()}, weight.half())
+        if "self_attn" in name:
+            return partial(gptq, bits=8, size=32)
+        return partial(gptq, bits=4, size=64, sym=False) if "gate_proj" in name else partial(gptq, bits=4, size=128)
+
+    source, plain = changed(tmp_path / "model", make, quantization, F16, by_name=True)
+    store = pack(source, tmp_path / "store")
+    assert_holds_what_transformers_loads(store, source, load_reference(plain))
+    set_config(plain, dtype="float32")
+    assert_runs(pack(source, tmp_path / "wide", "float32").folder, plain)
+
+
+def test_inputs_in_another_order_than_their_groups(tmp_path: Path) -> None:
+    """`actorder` "group" of compressed-tensors, which 0.20 no longer reads: input i has the scale of group g_idx[i]."""
+    scheme = {**INT4, "strategy": "group", "group_size": 32, "symmetric": False}
+    source, plain = make_compressed(tmp_path / "model", F32, scheme)
+    tensors, decoded = read_tensors(source), read_tensors(plain)
+    dice = torch.Generator().manual_seed(3)
+    for name in [name for name in tensors if name.endswith(".weight_packed")]:
+        stem = name.removesuffix(".weight_packed")
+        columns = int(tensors[f"{stem}.weight_shape"][1])
+        order = torch.randperm(columns, generator=dice)
+        nibbles = tensors[name].view(torch.uint8)
+        codes = torch.stack((nibbles & 15, nibbles >> 4), -1).flatten(1)[:, order]
+        tensors[name] = (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)
+        tensors[f"{stem}.weight_g_idx"] = (order // 32).int()
+        decoded[f"{stem}.weight"] = decoded[f"{stem}.weight"][:, order]
+    config = json.loads((source / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    source = write_checkpoint(tmp_path / "moved", tensors, source, quantization_config=config)
+    plain = write_checkpoint(tmp_path / "decoded", decoded, plain)
+    store = pack(source, tmp_path / "store")
+    assert_holds_what_transformers_loads(store, source, load_reference(plain))
+    assert_runs(store.folder, plain)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "torchao", "quark"])
+def test_others_are_refused_for_what_they_are(method: str, tmp_path: Path) -> None:
+    source = make_fused_checkpoint("qwen3_moe", tmp_path / "model")
+    set_config(source, quantization_config={"quant_method": method, "bits": 4})
+    for dtype in (None, "bfloat16"):
+        refused(source, CheckpointError, rf"quant_method='{method}' \(.+\): packing cannot undo it, .*supported", dtype)
