@@ -604,7 +604,7 @@ class Kernels:
         if failed:
             raise MemoryError(_FAILED)
         if self.tape is not None:
-            assert formats[1] == NO_DOWN and len(packed) == 4 and num_inner == 1, "a matrix of the dense part"
+            assert formats[2] == NO_DOWN and len(packed) == 4 and num_inner == 1, "a matrix of the dense part"
             arguments = (
                 *(self.dtypes[x.dtype], formats[0], packed.buffer_info()[0], num_neurons, x.shape[1], block_nbytes),
                 *(x.data_ptr(), x.shape[0], x.stride(0) * x.element_size(), 0 if bias is None else bias.data_ptr()),

@@ -117,7 +117,7 @@ int64_t expertly_program(int level, int num_threads, const step *steps, int64_t 
                                             at[7], P(8), at[9], at[10], P(11), P(12), at[13]);
             break;
         case TILES:
-            result = expertly_tiles_dots(level, (int)at[1], NO_DOWN, dtype, num_threads, (const task *)at[2], 1, 1, at[3],
+            result = expertly_tiles_dots(level, (int)at[1], (int)at[1], NO_DOWN, dtype, num_threads, (const task *)at[2], 1, 1, at[3],
                                          at[4], at[5], P(6), at[7], at[8], P(9), P(10), at[11]);
             break;
         case EXPERTS: result = run_experts(level, dtype, num_threads, (chosen_experts *)at[1]); break;
