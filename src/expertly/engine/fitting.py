@@ -44,6 +44,9 @@ def with_quantisation(
     if model is None or local_folder(model) is not None or split_name(model)[1]:
         return model
     try:
+        kept = HubModel.cached(split_name(model)[0])
+        if kept is not None and kept.has_safetensors:
+            return model  # without asking the hub
         hub = HubModel.look_up(model)
     except CheckpointError:
         return model  # a store of it may be here
