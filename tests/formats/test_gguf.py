@@ -141,11 +141,23 @@ def test_every_type_decodes_to_the_packages_numbers(kind: str) -> None:
                 form.parts_of((torch.from_numpy(spoilt.reshape(rows, -1)),), rows, columns)
 
 
+def test_a_layer_with_a_matrix_that_is_not_quantised_is_decoded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    others: dict[str, str | None] = {DOWN: "F16", "blk.0.ffn_up_exps.weight": "F32"}
+    path = make_gguf(tmp_path / "model.gguf", "Q8_0", others=others, **SMALL)
+    store = pack(path, tmp_path / "store")
+    assert [layer.format for layer in store.manifest.layers] == ["", "", "q8_0"]
+    assert "quantised experts of 2 layers are decoded" in caplog.text
+    reference, prompts = load_gguf(path), make_prompts(2, length=14)
+    with loaded(store.folder, memory="50%", system="lru") as model:
+        assert generate(model, prompts) == generate(reference, prompts)
+
+
 def test_a_named_dtype_converts_as_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Types that are not kept, too. By torch's products and attention, as a bfloat16 of both is to be the same."""
+    """By torch's products and attention, as a bfloat16 of both is to be the same."""
     monkeypatch.setenv(VARIABLE, "torch")
-    path = make_gguf(tmp_path / "model.gguf", "Q8_0", others={DOWN: "F16"}, **SMALL)
-    refused(path, CheckpointError, rf"{DOWN}: in F16; accepted beside quantised .*: Q8_0, Q4_0, .*; or name a dtype")
+    path = make_gguf(tmp_path / "model.gguf", "Q8_0", others={DOWN: "IQ4_NL"}, **SMALL)
     store = pack(path, tmp_path / "store", "bfloat16")
     prompts = make_prompts(1, length=14)
     with loaded(store.folder, memory="50%") as model:
@@ -371,10 +383,7 @@ def test_metadata_of_gpt_oss_is_checked(key: str, value: Any, accepted: str, tmp
     [
         ({DOWN: None}, r"no tensor for model\.layers\.1\.mlp\.experts\.down_proj"),
         ({"blk.0.attn_q.weight": None}, r"no tensor for model\.layers\.0\.self_attn\.q_proj"),
-        (
-            {"blk.0.ffn_up_exps.weight": "F16"},
-            r"blk\.0\.ffn_up_exps\.weight: in F16; accepted beside quantised matrices",
-        ),
+        ({"blk.0.ffn_up_exps.weight": "Q8_1"}, r"blk\.0\.ffn_up_exps\.weight: in Q8_1; accepted: BF16, F16, .*Q8_0"),
     ],
 )
 def test_missing_and_mixed_tensors_are_refused(others: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,11 @@ from huggingface_hub import snapshot_download
 
 from expertly.cli.main import main
 from expertly.core.errors import CheckpointError
+from expertly.model import hub as hub_module
 from expertly.model.hub import HubModel, download
 from expertly.model.needs import needs_of
-from expertly.model.packing import pack
+from expertly.model.packing import pack, pack_cached
+from expertly.store.checkpoint import INDEX_NAME
 from tests.families import make_checkpoint
 from tests.model.hub import NAME, FakeHub, asked
 from tests.store.builders import safetensors_bytes
@@ -101,6 +104,44 @@ def test_doctor_downloads_no_weights(hub: FakeHub, tmp_path: Path) -> None:
         needs_of("maker/nothing")
 
 
+def without_index(folder: Path) -> None:
+    (folder / INDEX_NAME).unlink()
+
+
+def with_stray_file(folder: Path) -> None:
+    """Beside an index, which decides."""
+    shutil.copy(min(folder.glob("*.safetensors")), folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("change", [without_index, with_stray_file])
+@pytest.mark.parametrize("head_nbytes", [16, 1 << 20])
+def test_what_doctor_reads_is_what_is_packed(
+    hub: FakeHub,
+    change: Callable[[Path], None],
+    head_nbytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long the headers are."""
+    monkeypatch.setattr(hub_module, "_SHORT_HEAD_NBYTES", head_nbytes)
+    hub.folder = Path(shutil.copytree(hub.folder, tmp_path / "other"))
+    change(hub.folder)
+    there, here = needs_of(NAME), needs_of(str(hub.folder))
+    assert not weights_in(hub.downloads) and there.name == NAME
+    assert replace(there, name=here.name, stored=here.stored, config=here.config) == here
+    assert pack_cached(NAME).experts_nbytes == here.experts_nbytes
+
+
+def test_an_adapter_is_named(hub: FakeHub, tmp_path: Path) -> None:
+    hub.folder = tmp_path / "adapter"
+    hub.folder.mkdir()
+    (hub.folder / "adapter_config.json").write_text('{"base_model_name_or_path": "maker/base"}')
+    (hub.folder / "adapter_model.safetensors").write_bytes(b"x")
+    for use in (needs_of, pack_cached):
+        with pytest.raises(CheckpointError, match=r"an adapter \(LoRA\) of 'maker/base' without its model; merge it"):
+            use(NAME)
+
+
 def with_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Another header of the first tensor of the first shard."""
     path = min(folder.glob("*.safetensors"))
@@ -132,7 +173,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: with_json(at, "config.json", lambda one: one.update(num_hidden_layers=10**9)),
         "num_hidden_layers=1000000000: there are tensors for",
     ),
-    "names": (in_another_folder, "names 'sub/.*not there"),
+    "names": (in_another_folder, "sub/model-.*: missing shard"),
 }
 
 

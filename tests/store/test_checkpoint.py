@@ -204,7 +204,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "an overlay": (overlaid, f"{INDEX}: names other files for 1 tensors that are in several; not read: t0 in 'model-"),
     "a stray model.safetensors": (beside("model.safetensors", "t0", "t1"), "safetensors: not read: model.safetensors."),
     "a file that the index does not name": (beside("consolidated.safetensors", "t0", "t1"), ""),
-    "an index of what was there before": (merged, f"{INDEX}: not used: none of the 2 files that it names is there"),
+    "an index of what was there before": (merged, f"{INDEX}: not used: none of the files that it names is there"),
 }
 
 

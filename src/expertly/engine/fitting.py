@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from expertly.core.errors import CheckpointError
 from expertly.core.geometry import Geometry
@@ -41,9 +42,12 @@ def with_quantisation(
     `device`, `total_memory`: see `expertly.load`. Raises CheckpointError where none is of a model that runs,
     ConfigError for an option.
     """
-    if model is None or local_folder(model) is not None or split_name(model)[1]:
+    if model is None or os.path.exists(os.path.expanduser(model)) or local_folder(model) or split_name(model)[1]:
         return model
     try:
+        kept = HubModel.cached(split_name(model)[0])
+        if kept is not None and kept.has_safetensors:
+            return model  # without asking the hub
         hub = HubModel.look_up(model)
     except CheckpointError:
         return model  # a store of it may be here

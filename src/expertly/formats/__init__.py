@@ -87,7 +87,7 @@ def format_of(quantization: object, tensors: Mapping[str, Header], dtype: str) -
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method == MXFP4.name:
         return MXFP4.name
-    if not isinstance(quantization, dict) or method not in LAYOUTS:
+    if not isinstance(quantization, dict) or not isinstance(method, str) or method not in LAYOUTS:
         return ""
     try:
         layout = layout_of(quantization, dtype)

@@ -399,8 +399,6 @@ class ExpertsReader:
     def _format_of(self, kept: str) -> ExpertFormat | None:
         """The checkpoint's format, if transformers does nothing with its experts but dequantise them; else None."""
         groups, refs = self._groups, self._checkpoint.tensors
-        types = {target: {refs[name].dtype for name in group.names} for target, group in groups.items()}
-        is_float = [each <= IS_FLOAT for each in types.values()]
         if not self._checkpoint.gguf:
             names = zip(*map(self._site.expert_weight_names, range(self._site.geometry.num_experts)), strict=True)
             forms = [{self._conversion.form_of(groups[name], self._checkpoint) for name in each} for each in names]
@@ -409,14 +407,13 @@ class ExpertsReader:
                 return None
             form = ExpertFormat(inner, inner, down)
             return form if self._conversion.must_keep or form.fits(self._site.geometry) else None
-        if all(is_float):
+        dtypes = {name: refs[name].dtype for group in groups.values() for name in group.names}
+        for name, dtype in dtypes.items():
+            if dtype not in OF_GGUF_TYPE and dtype not in IS_FLOAT:
+                accepted = ", ".join((*sorted(IS_FLOAT), *OF_GGUF_TYPE))
+                raise CheckpointError(f"{self._checkpoint.folder}: {name}: in {dtype}; accepted: {accepted}")
+        if any(dtype in IS_FLOAT for dtype in dtypes.values()):
             return None
-        for name in (name for group in groups.values() for name in group.names):
-            if refs[name].dtype not in OF_GGUF_TYPE:
-                raise CheckpointError(
-                    f"{self._checkpoint.folder}: {name}: in {refs[name].dtype}; accepted beside quantised matrices of "
-                    f"its layer: {', '.join(OF_GGUF_TYPE)}; or name a dtype, which undoes it"
-                )
         of_inner, of_down = (groups[target] for target in self._site.expert_weight_names(0))
         gate, *_, up = 2 * [OF_GGUF_TYPE[refs[of_inner.sources[one][0]].dtype] for one in of_inner.patterns]
         return ExpertFormat(gate, up, OF_GGUF_TYPE[refs[of_down.names[0]].dtype])

@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,16 +19,13 @@ from typing import BinaryIO
 
 from expertly.core.errors import CheckpointError, DownloadError
 from expertly.core.files import existing_parent
-from expertly.core.headers import tensor_info
-from expertly.core.untrusted import CONFIG, GGUF, is_plain_name, read_json_object
-from expertly.model.gguf import open_checkpoint
-from expertly.model.quantisations import Quantisation, find_quantisation
+from expertly.core.untrusted import GGUF, HEADER, is_plain_name
+from expertly.model.quantisations import find_quantisation
 from expertly.store.cache import check_space
-from expertly.store.checkpoint import INDEX_NAME, Checkpoint, TensorRef, check_claims
+from expertly.store.checkpoint import ADAPTER_NAME, INDEX_NAME, files_of
 from expertly.store.gguf import SUFFIX, GgufFiles
 
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
-_UNKNOWN_OFFSET = -1
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 _NAME = re.compile(
@@ -39,6 +37,9 @@ _BEGUN = ".incomplete"
 
 _HEAD_NBYTES = 8 << 20
 """Of a GGUF file's beginning that is asked for first: the headers of most, which hold a vocabulary."""
+
+_SHORT_HEAD_NBYTES, _NUM_REQUESTS = 128 << 10, 8
+"""The same of a safetensors file; and how many are asked for at a time."""
 
 
 def split_name(model: str) -> tuple[str, str]:
@@ -171,7 +172,11 @@ class HubModel:
     @property
     def is_quantised(self) -> bool:
         """Whether it has GGUF files alone."""
-        return bool(self.ggufs) and not any(name.endswith(".safetensors") for name in self.files)
+        return bool(self.ggufs) and not self.has_safetensors
+
+    @property
+    def has_safetensors(self) -> bool:
+        return any(name.endswith(".safetensors") for name in self.files)
 
     def cached_path(self, file: str) -> Path:
         """Where a file of it is, in the hub's cache."""
@@ -244,43 +249,85 @@ class HubModel:
             part.replace(blob)
 
     @contextlib.contextmanager
-    def heads(self, quantisation: Quantisation) -> Iterator[Checkpoint]:
-        """The checkpoint of a quantisation, by range requests for its headers: there are no values in it. Its files, as
-        large as they are but nearly empty, are gone when the block ends. Raises CheckpointError.
+    def heads(self, tag: str = "") -> Iterator[Path]:
+        """The folder, or the GGUF file of the quantisation `tag`, with the headers of its weights alone, by range
+        requests: its files, as large as they are but nearly empty, are gone when the block ends. In the hub's cache
+        where all of it is there. Raises CheckpointError, also in place of what the block raises.
         """
-        files = quantisation.files
-        if self.has(files):
-            yield open_checkpoint(self.cached_path(next(iter(files))))
-            return
-        with tempfile.TemporaryDirectory(prefix="expertly-") as folder:
-            names = {Path(folder, file): file for file in files}
-            most = {path: min(files[name], GGUF.nbytes) for path, name in names.items()}
-            have, first = dict.fromkeys(names, 0), next(iter(names))
-            short = list(names)
+        if is_gguf := bool(tag) or self.is_quantised:
+            files = find_quantisation(self.name, self.ggufs, tag).files
+            if self.has(files):
+                yield self.cached_path(next(iter(files)))
+                return
+        with tempfile.TemporaryDirectory(prefix="expertly-") as name:
+            folder = Path(name, self.name)
+            folder.mkdir(parents=True)
             try:
-                while short:
-                    for path in short:
-                        end = min(most[path], max(_HEAD_NBYTES, 4 * have[path]))
-                        self._fetch_range(names[path], path, have[path], end)
-                        have[path] = end
-                    try:
-                        headers = GgufFiles.open(first).headers
-                        short = [path for path in names if len(headers[path.name]) > have[path]]
-                    except CheckpointError as error:  # zeros are no header
-                        short = [path for path in names if str(error).startswith(f"{path}:")] or [first]
-                        short = [path for path in short if have[path] < most[path]]
-                        if not short:
-                            raise
-                yield open_checkpoint(first)
+                if is_gguf:
+                    self._fetch_gguf_heads(folder, files)
+                else:
+                    self._fetch_heads(folder)
+                yield folder / next(iter(files)) if is_gguf else folder
             except CheckpointError as error:
-                raise type(error)(str(error).replace(f"{folder}/", f"{self.name}/")) from None
+                raise type(error)(str(error).replace(f"{name}/", "")) from None
 
-    def _fetch_range(self, file: str, path: Path, begin: int, end: int) -> None:
-        """Write a part of a file to where it belongs in one at `path` that is as large."""
+    def _fetch_gguf_heads(self, folder: Path, files: Mapping[str, int]) -> None:
+        names = {folder / file: file for file in files}
+        most = {path: min(files[file], GGUF.nbytes) for path, file in names.items()}
+        have, first = dict.fromkeys(names, 0), next(iter(names))
+        short = list(names)
+        while short:
+            for path in short:
+                end = min(most[path], max(_HEAD_NBYTES, 4 * have[path]))
+                self._fetch_range(names[path], folder, have[path], end)
+                have[path] = end
+            try:
+                headers = GgufFiles.open(first).headers
+                short = [path for path in names if len(headers[path.name]) > have[path]]
+            except CheckpointError as error:  # zeros are no header
+                short = [path for path in names if str(error).startswith(f"{path}:")] or [first]
+                short = [path for path in short if have[path] < most[path]]
+                if not short:
+                    raise
+
+    def _fetch_heads(self, folder: Path) -> None:
+        """Of a checkpoint: what decides about its tensors."""
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+        if "config.json" not in self.files and ADAPTER_NAME not in self.files:
+            problem = "the hub's model has no config.json; it is none of transformers"
+            raise CheckpointError(f"model={self.name!r}: {problem}")
+        disable_progress_bars()
+        try:
+            with hub_errors(self.name):
+                for name in ("config.json", INDEX_NAME, ADAPTER_NAME, "hf_quant_config.json"):
+                    if name in self.files:
+                        (folder / name).symlink_to(hf_hub_download(self.name, name, revision=self.commit))
+        finally:
+            enable_progress_bars()
+        for name in self.files:
+            if name.endswith(".safetensors"):
+                (folder / name).touch()
+
+        def fetch(name: str) -> None:
+            path, size = folder / name, self.files[name]
+            self._fetch_range(name, folder, 0, min(size, _SHORT_HEAD_NBYTES))
+            with path.open("rb") as file:
+                end = 8 + int.from_bytes(file.read(8), "little")
+            if _SHORT_HEAD_NBYTES < end <= 8 + HEADER.nbytes:  # else who reads it says what is wrong
+                self._fetch_range(name, folder, _SHORT_HEAD_NBYTES, min(size, end))
+
+        with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+            for _ in pool.map(fetch, [name for name in files_of(folder)[0] if name in self.files]):
+                pass
+
+    def _fetch_range(self, file: str, folder: Path, begin: int, end: int) -> None:
+        """Write a part of a file to where it belongs in one in `folder` that is as large."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-        url = hf_hub_url(self.name, file, revision=self.commit)
+        url, path = hf_hub_url(self.name, file, revision=self.commit), folder / file
         headers = {**build_hf_headers(), "Range": f"bytes={begin}-{end - 1}"}
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -296,38 +343,7 @@ class HubModel:
                 out.write(chunk[: end - out.tell()])
                 if out.tell() == end:
                     break
-            out.truncate(self.ggufs[file])
-
-    def checkpoint(self) -> Checkpoint:
-        """The checkpoint with the shapes of all tensors, by range requests, but no values. Raises CheckpointError."""
-        from huggingface_hub import HfApi, hf_hub_download
-        from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
-
-        if "config.json" not in self.files:
-            problem = "the hub's model has no config.json; it is none of transformers"
-            raise CheckpointError(f"model={self.name!r}: {problem}")
-        disable_progress_bars()
-        try:
-            with hub_errors(self.name):
-                path = Path(hf_hub_download(self.name, "config.json", revision=self.commit))
-                config = read_json_object(path, CheckpointError, CONFIG)
-                headers = HfApi().get_safetensors_metadata(self.name, revision=self.commit)
-        except (TypeError, ValueError, AttributeError) as error:  # of headers that the hub's client does not check
-            raise CheckpointError(f"model={self.name!r}: the headers of its weights are damaged ({error})") from None
-        finally:
-            enable_progress_bars()
-        tensors = {}
-        for file_name, of_file in headers.files_metadata.items():
-            if not is_plain_name(file_name) or file_name not in self.files:
-                raise CheckpointError(f"model={self.name!r}: {INDEX_NAME} names {file_name!r:.80}, which is not there")
-            for name, told in of_file.tensors.items():
-                entry = {"dtype": told.dtype, "shape": told.shape, "data_offsets": list(told.data_offsets)}
-                label = f"model={self.name!r}: {file_name}: tensor {name!r}"
-                info = tensor_info(label, entry, 0, CheckpointError)
-                tensors[name] = TensorRef(path.parent / file_name, info.dtype, info.shape, _UNKNOWN_OFFSET, info.nbytes)
-        shapes = {name: ref.shape for name, ref in tensors.items()}
-        check_claims(path, config, shapes, CheckpointError)
-        return Checkpoint(path.parent, config, tensors, {})
+            out.truncate(self.files.get(file) or self.ggufs[file])
 
 
 def _cache_folder(repository: str) -> Path:

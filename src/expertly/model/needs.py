@@ -18,10 +18,9 @@ from expertly.core.untrusted import CONFIG, read_json_object
 from expertly.formats import expert_format, format_of
 from expertly.formats.fp8 import FP8
 from expertly.model import hooks
-from expertly.model.gguf import config_of, open_checkpoint
+from expertly.model.gguf import config_of
 from expertly.model.hub import HubModel, split_name
-from expertly.model.packing import Packing, local_folder, weights_of
-from expertly.model.quantisations import find_quantisation
+from expertly.model.packing import Packing, local_folder, open_source, weights_of
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
 from expertly.model.tiled import put_tiles
 from expertly.store.checkpoint import ADAPTER_NAME, Checkpoint, check_claims, has_weights
@@ -78,7 +77,7 @@ def needs_of(model: str | None) -> ModelNeeds:
     if is_packed_store(folder):
         return _of_store(name, PackedStore.open(folder))
     if folder.is_file() or has_weights(folder) or (folder / ADAPTER_NAME).exists():
-        return _of_checkpoint(name, open_checkpoint(folder), is_here=True)
+        return _of_checkpoint(name, open_source(folder), is_here=True)
     return _of_config(name, folder)
 
 
@@ -90,12 +89,10 @@ def _of_store(name: str, store: PackedStore) -> ModelNeeds:
 
 
 def _of_hub(name: str) -> ModelNeeds:
-    hub, tag = HubModel.look_up(name), split_name(name)[1]
-    if not tag and not hub.is_quantised:
-        return _of_checkpoint(name, hub.checkpoint(), is_here=False)
-    quantisation = find_quantisation(name, hub.ggufs, tag)
-    with hub.heads(quantisation) as checkpoint:
-        return _of_checkpoint(name, checkpoint, is_here=hub.has(quantisation.files))
+    hub = HubModel.look_up(name)
+    with hub.heads(split_name(name)[1]) as source:
+        is_here = source.is_relative_to(hub.cached_path(""))
+        return _of_checkpoint(name, open_source(source), is_here=is_here)
 
 
 def _of_checkpoint(name: str, checkpoint: Checkpoint, *, is_here: bool) -> ModelNeeds:

@@ -84,7 +84,7 @@ def pack_cached(
     folder = folder or download(str(model), stores_folder(cache_dir) if keeps_size else None)
     if is_packed_store(folder):
         return _open_store(folder, dtype, quantize)
-    checkpoint = _open_checkpoint(folder)
+    checkpoint = open_source(folder)
     weights = weights_of(checkpoint, dtype, quantize)
     folder = _cached_folder(checkpoint, weights.format or weights.dtype, cache_dir)
     return _pack(checkpoint, folder, weights, progress)
@@ -109,11 +109,11 @@ def pack(
     """
     if is_packed_store(Path(source)):
         raise CheckpointError(f"{source}: already a packed store; give the checkpoint that it was packed from")
-    checkpoint = _open_checkpoint(Path(source))
+    checkpoint = open_source(Path(source))
     return _pack(checkpoint, Path(folder), weights_of(checkpoint, dtype, quantize), progress)
 
 
-def _open_checkpoint(path: Path) -> Checkpoint:
+def open_source(path: Path) -> Checkpoint:
     """Also refuses small files that transformers must not open, and says what is left out."""
     if path.is_dir():
         check_model_files(path, CheckpointError)

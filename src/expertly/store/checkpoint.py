@@ -80,7 +80,12 @@ class Checkpoint:
         """
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder")
-        names, weight_map = _files_of(folder)
+        names, weight_map = files_of(folder)
+        single, index = folder / SINGLE_NAME, folder / INDEX_NAME
+        if weight_map and single.exists() and SINGLE_NAME not in names:
+            _log.warning("%s: not read: %s names the files of the weights", single, INDEX_NAME)
+        if not weight_map and index.exists():
+            _log.warning("%s: not used: none of the files that it names is there", index)
         config = read_json_object(folder / "config.json", CheckpointError, CONFIG)
         headers: dict[str, bytes] = {}
         tensors: dict[str, TensorRef] = {}
@@ -107,7 +112,7 @@ class Checkpoint:
         if superseded:
             _log.warning(
                 "%s: names other files for %d tensors that are in several; not read: %s%s",
-                folder / INDEX_NAME,
+                index,
                 len(superseded),
                 superseded[0],
                 ", ..." if superseded[1:] else "",
@@ -276,22 +281,19 @@ def _folders_in(folder: Path) -> list[Path]:
         return []
 
 
-def _files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
+def files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
     """The files of the weights, and which of them an index names for each tensor. Raises CheckpointError."""
     single, index = folder / SINGLE_NAME, folder / INDEX_NAME
     weight_map = _weight_map(index) if index.exists() else {}
     named = sorted(set(weight_map.values()))
     if named and not any((folder / name).exists() for name in named):
         if single.exists():  # an index of what was there before
-            _log.warning("%s: not used: none of the %d files that it names is there", index, len(named))
             return [SINGLE_NAME], {}
         inner = [one.name for one in _folders_in(folder) if any((one / name).exists() for name in named)]
         if len(inner) == 1:
             weight_map = {name: f"{inner[0]}/{file}" for name, file in weight_map.items()}
             return [f"{inner[0]}/{name}" for name in named], weight_map
     if named:
-        if single.exists() and SINGLE_NAME not in named:
-            _log.warning("%s: not read: %s names the files of the weights", single, INDEX_NAME)
         return named, weight_map
     if single.exists():
         return [SINGLE_NAME], {}
@@ -301,7 +303,7 @@ def _files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
         return files, {}
     inner = [] if _weights_in(folder) else [one.name for one in _folders_in(folder) if has_weights(one)]
     if len(inner) == 1:
-        files, weight_map = _files_of(folder / inner[0])
+        files, weight_map = files_of(folder / inner[0])
         weight_map = {name: f"{inner[0]}/{file}" for name, file in weight_map.items()}
         return [f"{inner[0]}/{file}" for file in files], weight_map
     raise CheckpointError(f"{folder}: {_why_no_weights(folder, inner)}")
