@@ -41,10 +41,12 @@ _PREDICTED: dict[str, Column] = {
 def report(result: dict[str, Any]) -> str:
     """The text of `run --stats`, from what `run --json --stats` prints."""
     phases, kernels = result["phases"], result["kernels"]
-    ran = f"{kernels['native']} experts or parts by them, {kernels['torch']} by torch"
+    ran = [f"{kernels['native']} experts or parts by them, {kernels['torch']} by torch"]
+    ran += [f"{kernels['programs']} layers of a token in one call each"] if kernels["programs"] else []
+    ran += [f"no program for {kernels['stopped']}"] if kernels["stopped"] else []
     parts = [
         figures_table(_by_phase([*result["layers"], phases | {"layer": "all"}]), _OF_LAYER),
-        in_brackets(f"kernels {kernels['name']}: {kernels['why']}", ran, f"read {format_nbytes(result['bytes_disk'])}"),
+        in_brackets(f"kernels {kernels['name']}: {kernels['why']}", *ran, f"read {format_nbytes(result['bytes_disk'])}"),
     ]
     if len(result["devices"]) > 1:
         parts += [figures_table(_by_phase(result["devices"]), _OF_DEVICE), *map(_worker, result["devices"][1:])]
