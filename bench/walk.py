@@ -3,7 +3,7 @@
     python bench/walk.py [--tokens 24] [--calls]
 
 Counts calls of functions of the package (not transformers', torch's or C) on the thread that runs the model, from one
-layer's experts function to the next one's: attention, norms and router of a layer are in it. Medians over layers and
+decoder layer's forward to the next one's. Medians over layers and
 tokens; of layers that load two experts, the quarter with the fewest: on a busy machine experts arrive one by one, with
 a call or two more for each. Bounds: 10 files and 40 calls where every expert is resident, 16 and 120 with `expertly` at
 25 %.
@@ -43,13 +43,13 @@ class Walk:
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or not frame.f_code.co_filename.startswith(PACKAGE):
             return
-        name = frame.f_code.co_name
-        if name == "experts_forward":
+        called = frame.f_code.co_filename.removeprefix(PACKAGE + "/"), frame.f_code.co_name
+        if called == ("model/graphs.py", "forward"):
             if self._calls is not None:
                 self.layers.append(self._calls)
             self._calls = Counter()
         if self._calls is not None:
-            self._calls[frame.f_code.co_filename.removeprefix(PACKAGE + "/"), name] += 1
+            self._calls[called] += 1
 
 
 def run(system: str, memory: str, num_tokens: int, *, told: bool) -> dict[str, Any]:

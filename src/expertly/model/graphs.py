@@ -112,7 +112,7 @@ class _Shared:
         self._given: Any = ()  # what was copied there last
 
     def keep_angles(self, angles: Any) -> None:
-        if len(self._given) != len(angles) or not all(a is b for a, b in zip(self._given, angles, strict=True)):
+        if list(map(id, self._given)) != list(map(id, angles)):
             self.fixed = self.fixed or tuple(map(torch.empty_like, angles))
             for there, here in zip(self.fixed, angles, strict=True):
                 there.copy_(here)
@@ -152,7 +152,7 @@ class LayerGraphs:
             and not torch.is_autocast_enabled(hidden.device.type)
             and not layer.training
             and not self._is_watched()
-            and all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(fixed, angles, strict=False))
+            and (not fixed or [(it.shape, it.dtype) for it in angles] == [(it.shape, it.dtype) for it in fixed])
             and (not self._replays or self._at.hidden.dtype == hidden.dtype)
             and set(self._passed) <= kwargs.keys()
             and self._addresses == self._addresses_now()
@@ -311,9 +311,9 @@ class LayerGraphs:
                 or (one._forward_hooks and one is not self._router)
             ):
                 return True
-        looks = self._router._forward_hooks.values()
-        return _has_any_global_hook() or any(look.__module__ != routers.__name__ for look in looks)
+        looks = self._router._forward_hooks
+        strangers = [look for look in looks.values() if look.__module__ != routers.__name__] if looks else ()
+        return bool(strangers) or _has_any_global_hook()
 
     def _addresses_now(self) -> list[int]:
-        found = (of.get(name) for of, name in self._kept)
-        return [0 if one is None else one.data_ptr() for one in found]
+        return [0 if (tensor := of.get(name)) is None else tensor.data_ptr() for of, name in self._kept]

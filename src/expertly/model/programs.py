@@ -217,7 +217,7 @@ class LayerProgram(LayerGraphs):
             self._assemble()
         at, kernels, steps, end = self._at, self._shared.kernels, self._steps, self._num_steps
         self._set(hidden, kwargs)
-        told = {name: kwargs[name] for name in self._passed}
+        told = {name: kwargs[name] for name in self._passed} if self._passed else {}
         self._place(kwargs.get(CACHE), kwargs.get("attention_mask"), told)
         runtime, looks = self._experts._expertly_runtime, self._router._forward_hooks
         chosen = self._chosen
