@@ -231,7 +231,7 @@ class Architecture:
     scalings: tuple[str, ...] = ("none", "linear", "yarn")  # rope.scaling.type; where it is one, it must be there
     has_partial_rope: bool = False
     by_sigmoid: Architecture | None = None  # instead, where experts are chosen by sigmoid
-    pre: tuple[str, ...] = ("qwen2",)  # how its text is split into words, the usual one first
+    pre: tuple[str, ...] = ()  # how its text is split into words, where transformers knows it by its class
     tokenizer: str = "PreTrainedTokenizerFast"  # transformers' class
 
 
@@ -409,16 +409,17 @@ def _gemma4(said: Values) -> Values:
 
 
 _KIMI = {"attention.head_count_kv": _COUNTS, **_ALWAYS_NORMED}
-_DEEPSEEK = ("deepseek-llm", "deepseek-v3", "kimi-k2", "glm4")
-
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture(
         "qwen2_moe",
         kinds={"expert_shared_count": _one_of(0, 1)},
         defaults={"expert_shared_feed_forward_length": lambda said: said["feed_forward_length"]},
+        pre=("qwen2",),
         tokenizer="Qwen2Tokenizer",
     ),
-    "qwen3moe": Architecture("qwen3_moe", defaults={"expert_weights_norm": True}, tokenizer="Qwen2Tokenizer"),
+    "qwen3moe": Architecture(
+        "qwen3_moe", defaults={"expert_weights_norm": True}, pre=("qwen2",), tokenizer="Qwen2Tokenizer"
+    ),
     GPT_OSS: Architecture(
         "gpt_oss",
         fields={"attention.sliding_window": "sliding_window"},
@@ -434,14 +435,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minimax-m2": Architecture(
         "minimax_m2", kinds=_SIGMOID | _ALWAYS_NORMED, has_partial_rope=True, pre=("minimax-m2",)
     ),
-    "llama": Architecture("mixtral", kinds=_ALWAYS_NORMED, steps=_PAIRED, pre=("llama-bpe",)),
-    "olmoe": Architecture("olmoe", pre=("olmo",)),
+    "llama": Architecture("mixtral", kinds=_ALWAYS_NORMED, steps=_PAIRED),
+    "olmoe": Architecture("olmoe"),
     "deepseek2": Architecture(
         "deepseek_v2",
         kinds=_LATENT_KINDS | _SOFTMAX | {"expert_weights_norm": _one_of(False)},
         more=_latent_fields,
         **_LATENT_ATTENTION,
-        pre=_DEEPSEEK,
         by_sigmoid=Architecture(
             "deepseek_v3", kinds=_LATENT_KINDS | _SIGMOID, more=_latent_fields, **_LATENT_ATTENTION
         ),
@@ -451,7 +451,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         kinds=_SIGMOID,
         has={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         has_partial_rope=True,
-        pre=("glm4",),
     ),
     "phimoe": Architecture("phimoe", has={"attention_bias": "attn_q.bias", "lm_head_bias": "output.bias"}),
     "granitemoe": Architecture(
@@ -531,11 +530,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"interleave_moe_layer_step": 1},
         has={"use_bias": "attn_q.bias"},
         more=lambda said: {"moe_layer_end_index": said["block_count"] - 1},
-        pre=("default",),
     ),
-    "hunyuan-moe": Architecture(
-        "hunyuan_v1_moe", kinds=_SHARED_WIDTHS, has={"attention_bias": "attn_q.bias"}, pre=("hunyuan",)
-    ),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", kinds=_SHARED_WIDTHS, has={"attention_bias": "attn_q.bias"}),
     "lfm2moe": Architecture(
         "lfm2_moe",
         fields={"attention.head_count_kv": "", "shortconv.l_cache": "conv_L_cache"},
@@ -551,7 +547,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "num_key_value_heads": max(said["attention.head_count_kv"]),
             "layer_types": _types([not heads for heads in said["attention.head_count_kv"]], "conv", said),
         },
-        pre=("lfm2",),
     ),
     "qwen3next": Architecture(
         "qwen3_next",
@@ -570,7 +565,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         kinds=_LINEAR_KINDS | {"rope.dimension_sections": _SECTIONS, "feed_forward_length": _COUNT},
         steps=_LESS_ONE | _VALUE_HEADS,
         **_LINEAR_ATTENTION | {"fields": {**_LINEAR_ATTENTION["fields"], "feed_forward_length": ""}},
-        pre=("qwen35",),
         tokenizer="Qwen2Tokenizer",
     ),
     "exaone-moe": Architecture(
@@ -584,7 +578,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             ],
         },
         **_WINDOW,
-        pre=("exaone-moe",),
     ),
     "afmoe": Architecture(
         "afmoe",
@@ -593,7 +586,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={**_WINDOW["defaults"], "expert_weights_norm": None},
         fixed={"mup_enabled": True},
         more=lambda said: {"layer_types": _types(said["attention.sliding_window_pattern"], "sliding_attention", said)},
-        pre=("afmoe",),
     ),
     "gemma4": Architecture(
         "gemma4_text",
@@ -640,7 +632,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "router.per_expert_scale": "ffn_down_exps.scale",
             "layer_scalar": "layer_output_scale.weight",
         },
-        pre=("gemma4",),
         tokenizer="GemmaTokenizer",
     ),
     "kimi-linear": Architecture(
@@ -679,7 +670,6 @@ ARCHITECTURES: dict[str, Architecture] = {
                 for layer in range(said["block_count"])
             ],
         },
-        pre=_DEEPSEEK,
     ),
     "qwen3vlmoe": Architecture(
         "qwen3_moe",  # as it is where there is only text

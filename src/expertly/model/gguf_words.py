@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from tokenizers import Regex, pre_tokenizers
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.model.loading import tokenizer_errors
@@ -16,8 +17,29 @@ from expertly.model.structure import quiet
 from expertly.store.gguf import GgufFiles, GgufList
 
 _NONE = ("none", "no_vocab")
-_MODELS = {"gpt2": "merges", "llama": "scores"}
+_MODELS = {"gpt2": "merges", "llama": "scores", "gemma4": "merges"}
 """Values of `tokenizer.ggml.model` besides _NONE, and the list that such a vocabulary needs beside its tokens."""
+
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_BEGIN = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+"
+_END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLITS = {
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "exaone-moe": (
+        _BEGIN.removesuffix(r"\p{L}+") + r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+    ),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (rf"{_BEGIN}|\p{{N}}{{1,3}}|{_END}",)),
+    "hunyuan": (rf"{_BEGIN}|\p{{N}}|{_END}",),
+    "olmo": (_WORDS,),
+    "refact": (r"\p{N}", _WORDS),
+}
+"""llama.cpp's patterns, one after another, of values of `tokenizer.ggml.pre` that transformers does not know."""
 
 _MOST_MERGES = 16
 """Of a token, which several pairs may make: gpt-oss has 2.2."""
@@ -54,7 +76,7 @@ def check_words(files: GgufFiles, num_rows: int, splits: Sequence[str]) -> list[
         raise UnsupportedModelError(f"{files.path}: tokenizer.ggml.model={model!r:.80}: accepted: {accepted}")
     if model == "gpt2":
         split = said.get("tokenizer.ggml.pre")
-        accepted_splits = dict.fromkeys((*splits, *_known_splits()))
+        accepted_splits = dict.fromkeys((*splits, *_SPLITS, *_known_splits()))
         if not isinstance(split, str) or split not in accepted_splits:
             listed = ", ".join(accepted_splits)
             raise UnsupportedModelError(f"{files.path}: tokenizer.ggml.pre={split!r:.80}: accepted: {listed}")
@@ -136,8 +158,15 @@ def tokenizer_folder(files: GgufFiles, class_name: str) -> Iterator[Path]:
             link = Path(made) / "model.gguf"  # alone in its folder: transformers reads what lies beside it, too
             link.symlink_to(files.path.absolute())
             with tokenizer_errors(f"{files.path}: its tokenizer cannot be read"), quiet():
-                reader = getattr(transformers, class_name)
+                pre = files.metadata.get("tokenizer.ggml.pre")
+                is_usual = pre in (None, "qwen2")  # a family's class has its own way to split text
+                reader = getattr(transformers, class_name) if is_usual else transformers.PreTrainedTokenizerFast
                 tokenizer = reader.from_pretrained(made, gguf_file=link.name, local_files_only=True)
+                split = _SPLITS.get(pre or "")
+                if split is not None and files.metadata["tokenizer.ggml.model"] == "gpt2":
+                    by_patterns = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split]
+                    of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+                    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*by_patterns, of_bytes])
                 link.unlink()
                 tokenizer.save_pretrained(made)
         yield Path(made)
