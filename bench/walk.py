@@ -5,7 +5,7 @@
 Counts calls of functions of the package (not transformers', torch's or C) on the thread that runs the model, from one
 decoder layer's forward to the next one's. Medians over layers and
 tokens; of layers that load two experts, the quarter with the fewest: on a busy machine experts arrive one by one, with
-a call or two more for each. Bounds: 10 files and 40 calls where every expert is resident, 16 and 120 with `expertly` at
+a call or two more for each. Bounds: 8 files and 25 calls where every expert is resident, 16 and 120 with `expertly` at
 25 %.
 """
 

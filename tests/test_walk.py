@@ -12,7 +12,7 @@ BENCH = Path(__file__).resolve().parent.parent / "bench"
 
 @pytest.mark.parametrize(
     ("system", "memory", "files", "calls", "of"),
-    [("resident", "100%", 10, 40, ""), ("expertly", "25%", 16, 120, "_of_two_loads")],
+    [("resident", "100%", 8, 25, ""), ("expertly", "25%", 16, 120, "_of_two_loads")],
 )
 def test_one_layer_of_one_step(
     monkeypatch: pytest.MonkeyPatch, system: str, memory: str, files: int, calls: int, of: str

@@ -46,7 +46,9 @@ def report(result: dict[str, Any]) -> str:
     ran += [f"no program for {kernels['stopped']}"] if kernels["stopped"] else []
     parts = [
         figures_table(_by_phase([*result["layers"], phases | {"layer": "all"}]), _OF_LAYER),
-        in_brackets(f"kernels {kernels['name']}: {kernels['why']}", *ran, f"read {format_nbytes(result['bytes_disk'])}"),
+        in_brackets(
+            f"kernels {kernels['name']}: {kernels['why']}", *ran, f"read {format_nbytes(result['bytes_disk'])}"
+        ),
     ]
     if len(result["devices"]) > 1:
         parts += [figures_table(_by_phase(result["devices"]), _OF_DEVICE), *map(_worker, result["devices"][1:])]

@@ -314,8 +314,8 @@ def _is_listed(module: nn.Module, names: Set[str]) -> bool:
 _NAME = "expertly"
 """Of the attention function that attention modules of loaded models ask transformers for."""
 
-_IDLE = {"position_ids", "sliding_window", "is_causal", "use_cache", "output_router_logits", "output_hidden_states"}
-_IDLE |= {"dropout"}  # which is 0
+IDLE = {"position_ids", "sliding_window", "is_causal", "use_cache", "output_router_logits", "output_hidden_states"}
+IDLE |= {"dropout"}  # which is 0
 """Arguments that change nothing in `sdpa` and eager attention of a few tokens, whose mask says what they see."""
 
 _EAGER_NAMES = ARITHMETIC | {"repeat_kv", "num_key_value_groups", "head_dim", "sinks", "max", "values"}
@@ -387,7 +387,7 @@ def _eager_as_tried(module: Any, kernels: Kernels) -> _Eager | None:
             if expected.shape != got.shape or not torch.allclose(got, expected.float(), rtol=1e-3, atol=1e-3):
                 return None
     heeded = {"softcap"} if takes_softcap else set()
-    return _Eager(function, _IDLE | heeded | ({"s_aux"} if sinks is not None else set()))
+    return _Eager(function, IDLE | heeded | ({"s_aux"} if sinks is not None else set()))
 
 
 def eager_of(module: nn.Module) -> Any:
@@ -470,7 +470,7 @@ def _is_known(module: Any, name: str, scaling: Any, more: dict[str, Any]) -> boo
     if name != "sdpa":
         return name == "eager" and _is_known_eager(module, scaling, more)
     is_known = ALL_ATTENTION_FUNCTIONS[name] is sdpa_attention_forward and (scaling is None or type(scaling) is float)
-    return is_known and (more.keys() <= _IDLE or _are_known(more, _IDLE))
+    return is_known and (more.keys() <= IDLE or _are_known(more, IDLE))
 
 
 def is_native_attention(

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from expertly.model.dense import is_native_attention
+from expertly.model.dense import IDLE, is_native_attention
 from expertly.model.graphs import LayerGraphs, use_graphs
 from expertly.model.hooks import CACHE, Runtime, places
 from expertly.native.kernels import BOOLEAN, STEPS, ChosenExperts, Kernels, UnsureError, are_plain, double_bits
@@ -195,6 +196,8 @@ class LayerProgram(LayerGraphs):
         self._asked = array("q")  # of attention
         self._scaling: float | None = None
         self._told_always: dict[str, Any] = {}  # what attention is told besides, whoever calls the layer
+        self._is_idle = False  # what attention is told changes nothing
+        self._native_as: Any = None  # the function of transformers that was native, without a mask
 
     def takes(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         is_tried = self._attention.__dict__.get("_expertly_is_tried", True)  # whose first tokens join its projections
@@ -253,6 +256,7 @@ class LayerProgram(LayerGraphs):
         dtype = kernels.dtypes[at.query.dtype]
         self._told_always = {name: value for name, value in self._own.items() if name != "scaling"}
         self._scaling = self._own.get("scaling")
+        self._is_idle = {*self._told_always, *self._passed} <= IDLE and "dropout" not in self._passed
         scale = at.query.shape[-1] ** -0.5 if self._scaling is None else self._scaling
         sinks, softcap = self._own.get("s_aux"), self._own.get("softcap") or 0.0
         batch, heads, num, width = at.query.shape
@@ -293,8 +297,15 @@ class LayerProgram(LayerGraphs):
             key = at.key
             if mask is not None:  # for one key more than there are
                 key = key.expand(-1, -1, cache.get_seq_length(self._attention.layer_idx) + 1, -1) if cache else None
-            more = {**self._told_always, **told}
-            if key is not None and is_native_attention(self._attention, self._scaling, more, mask, at.query, key):
+            name = object.__getattribute__(self._attention.config._expertly_config, "_attn_implementation")
+            is_usual = mask is None and self._is_idle and name == "sdpa"
+            usual = ALL_ATTENTION_FUNCTIONS[name] if is_usual else None
+            is_native = usual is not None and usual is self._native_as
+            if not is_native and key is not None:
+                more = {**self._told_always, **told}
+                is_native = is_native_attention(self._attention, self._scaling, more, mask, at.query, key)
+                self._native_as = usual if is_native else None
+            if is_native:
                 kept = places(cache, self._attention.layer_idx, at.hidden)
         steps[ready] = kept is not None
         if call is None or kept is None:
