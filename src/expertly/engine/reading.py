@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Span
 from expertly.store.packed import LayerFile
 
 
@@ -38,7 +37,8 @@ class HostPool:
             size = num_slots * nbytes
             self.regions.append(_mapped(max(size, mmap.PAGESIZE)))
             flats.append(self.regions[-1][:size])
-        self._slots = [(self.regions[c].numpy().data, segment_nbytes[c]) for c in geometry.size_classes]
+        self.slots = [(self.regions[c].numpy().data, segment_nbytes[c]) for c in geometry.size_classes]
+        """Of each layer the memory, and the bytes of a slot."""
         self._rows = [layer_rows(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
 
     def rows(self, layer: int) -> torch.Tensor:
@@ -47,14 +47,10 @@ class HostPool:
         """
         return self._rows[layer]
 
-    def buffer(self, span: Span) -> memoryview:
-        """The bytes of a span's slots."""
-        memory, nbytes = self._slots[span.layer]
-        return memory[span.slot * nbytes : (span.slot + span.num_segments) * nbytes]
-
     def close(self) -> None:
         """Drop the memory. Idempotent."""
-        self.regions, self._slots, self._rows = [], [], []
+        self.regions, self._rows = [], []
+        self.slots.clear()
 
 
 def _mapped(nbytes: int) -> torch.Tensor:

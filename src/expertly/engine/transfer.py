@@ -237,6 +237,12 @@ class _PlainTeam:
         """It has no threads."""
 
 
+def slot_bytes(slots: Sequence[tuple[memoryview, int]], span: Span) -> memoryview:
+    """The bytes of a span's slots, from `HostPool.slots`."""
+    memory, nbytes = slots[span.layer]
+    return memory[span.slot * nbytes : (span.slot + span.num_segments) * nbytes]
+
+
 class Readers:
     """Submit spans, then take them back as they arrive, in any order. Called by one thread.
 
