@@ -234,7 +234,7 @@ class Engine:
         shard = self.executor.shard
         return shard.chosen_experts(layer, tensors) if shard is self.executor else None
 
-    def may_run(self, layer: int) -> bool:
+    def may_run(self) -> bool:
         is_asked = self.observer is not None or self.prefetching is not None or self._info is None
         return not (is_asked or self._is_stopped) and os.getpid() == self._process
 

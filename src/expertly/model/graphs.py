@@ -234,6 +234,9 @@ class LayerGraphs:
             self._why = str(error)
             shared.can_record = shared.recorder.has_others
             return False
+        except BaseException:
+            recorder.abandon()
+            raise
         self._replays = replays
         kept = {id(one) for one in self._attention.parameters(recurse=False)}
         return (

@@ -81,7 +81,7 @@ class Runtime(Protocol):
         """
         ...
 
-    def may_run(self, layer: int) -> bool:
+    def may_run(self) -> bool:
         """Whether such a step may run now: nobody is to be told of the layer before."""
         ...
 

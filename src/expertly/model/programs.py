@@ -97,7 +97,7 @@ class _Noted(TorchDispatchMode):
             raise NotedError(str(func))
         if kwargs or not self._note_native(func, made, *args):
             self.calls[len(self.steps)] = partial(_again, func, args, kwargs or {}, made)
-            self.steps.append(_step("norm", (), is_ready=False))
+            self.steps.append(_step("torch", (), is_ready=False))
         return made
 
     def _note_native(self, func: Any, made: Any, first: Any, second: Any = None, *others: Any) -> bool:
@@ -208,7 +208,6 @@ class LayerProgram(LayerGraphs):
         try:
             is_proven = super().prove(layer, hidden, kwargs)
         except UnsureError:
-            self._shared.recorder.abandon()
             self.num_compared, self._tries = num_compared, self._tries + 1
             return self._tries < _TRIES
         if not is_proven:
@@ -225,7 +224,7 @@ class LayerProgram(LayerGraphs):
         runtime, looks = self._experts._expertly_runtime, self._router._forward_hooks
         chosen = self._chosen
         if chosen is not None:
-            steps[self._at_experts * _WIDTH + 1] = not looks and runtime.may_run(self._layer)
+            steps[self._at_experts * _WIDTH + 1] = not looks and runtime.may_run()
         reached = kernels.run_program(steps, 0, end)
         while reached < end:
             if reached == self._at_attention:

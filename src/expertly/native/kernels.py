@@ -87,8 +87,11 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 where memory is short or the request is not one of theirs; `program` what program.h says.
 """
 
-STEPS = ("norm", "projections", "attention", "router", "dots", "tiles", "experts", "add", "multiply", "looked up")
-"""The kinds of a program's steps, by the numbers of program.h."""
+STEPS = (
+    *("norm", "projections", "attention", "router", "dots", "tiles", "experts", "add", "multiply", "looked up"),
+    "torch",
+)
+"""The kinds of a program's steps, by the numbers of program.h; and what the caller has torch compute."""
 
 
 class Tape(Protocol):
