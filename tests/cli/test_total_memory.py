@@ -9,6 +9,7 @@ import pytest
 
 import expertly
 from expertly import api
+from expertly.engine import fitting
 from expertly.engine import memory as engine_memory
 from expertly.hardware import forecast, machine
 from expertly.hardware.forecast import Speed
@@ -26,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def total(model: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes that leave room for a good half of the experts; the process takes the same at all times."""
-    for module in (engine_memory, forecast):
+    for module in (engine_memory, fitting):
         monkeypatch.setattr(module, "rss_nbytes", lambda: 100 << 20)
     loaded, _ = expertly.load(str(model), memory="60%", device="cpu")
     beside = api.handle(loaded).division.beside

@@ -28,8 +28,8 @@ def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fastest_is_taken() -> None:
     chosen = choose_kernels()
     assert chosen.name == f"native {AVAILABLE[0].name}" and chosen.most_tokens(torch.bfloat16)
-    counts = dict.fromkeys(("native", "torch", "early", "attention", "graphs"), 0)
-    assert chosen.facts() == {"name": chosen.name, "why": "the fastest of this processor"} | counts
+    counts = dict.fromkeys(("native", "torch", "early", "attention", "graphs", "programs"), 0)
+    assert chosen.facts() == {"name": chosen.name, "why": "the fastest of this processor", "stopped": ""} | counts
 
 
 @compiled

@@ -197,7 +197,7 @@ class Engine:
             self.observer.router_ran(layer, hidden_states, top_k_index, top_k_weights)
         with self._deferred_interrupts:
             executor, shard, prefetching = self.executor, self.executor.shard, self.prefetching
-            if self._unseen and not shard.device.queues_uses:
+            if self._unseen.layers and not shard.device.queues_uses:
                 self._count_unseen(self._info)  # before the next decision
             begin = shard.stamp()
             early = None
@@ -299,28 +299,25 @@ class _Unseen:
     """
 
     def __init__(self) -> None:
-        self._layers: list[tuple[int, torch.Tensor, Any, Any]] = []
+        self.layers: list[tuple[int, torch.Tensor, Any, Any]] = []
         self._copy: tuple[torch.Tensor, Any] | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self._layers)
-
     def clear(self) -> None:
-        self._layers, self._copy = [], None
+        self.layers, self._copy = [], None
 
     def add(self, layer: int, ids: torch.Tensor, begin: Any, end: Any) -> None:
         """ids [T, K], on the device; stamps before and behind the layer."""
-        self._layers.append((layer, ids, begin, end))
+        self.layers.append((layer, ids, begin, end))
 
     def bring(self, device: CudaDevice) -> None:
         """Queue one copy for all: it is there when the host waits for something that is queued later."""
-        if self._layers and self._copy is None and device.queues_uses:
-            self._copy = device.to_host_later(torch.cat([ids.reshape(-1) for _, ids, *_ in self._layers]))
+        if self.layers and self._copy is None and device.queues_uses:
+            self._copy = device.to_host_later(torch.cat([ids.reshape(-1) for _, ids, *_ in self.layers]))
 
     def take(self, device: CudaDevice) -> list[tuple[int, torch.Tensor, Any, Any]]:
         """All of them, with ids in host memory."""
         self.bring(device)
-        copy, layers = self._copy, self._layers
+        copy, layers = self._copy, self.layers
         self.clear()
         if copy is None:
             return layers

@@ -138,7 +138,7 @@ class LayerGraphs:
         self._modules = [one for one in layer.modules() if one not in within and one is not layer]
         self._kinds = [type(one) for one in self._modules]
         self._kept = [(of, name) for one in self._modules for of in (one._parameters, one._buffers) for name in of]
-        self._addresses = self._addresses_now()
+        self._addresses = [0 if (it := of.get(name)) is None else it.data_ptr() for of, name in self._kept]
 
     def takes(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether this is a token of a loaded model as it was recorded, which nobody watches, trains or changed."""
@@ -155,7 +155,7 @@ class LayerGraphs:
             and (not fixed or [(it.shape, it.dtype) for it in angles] == [(it.shape, it.dtype) for it in fixed])
             and (not self._replays or self._at.hidden.dtype == hidden.dtype)
             and set(self._passed) <= kwargs.keys()
-            and self._addresses == self._addresses_now()
+            and self._addresses == [0 if (it := of.get(name)) is None else it.data_ptr() for of, name in self._kept]
         )
 
     def prove(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
@@ -317,6 +317,3 @@ class LayerGraphs:
         looks = self._router._forward_hooks
         strangers = [look for look in looks.values() if look.__module__ != routers.__name__] if looks else ()
         return bool(strangers) or _has_any_global_hook()
-
-    def _addresses_now(self) -> list[int]:
-        return [0 if (tensor := of.get(name)) is None else tensor.data_ptr() for of, name in self._kept]

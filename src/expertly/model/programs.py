@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from expertly.model.dense import IDLE, is_native_attention
 from expertly.model.graphs import LayerGraphs, use_graphs
 from expertly.model.hooks import CACHE, Runtime, places
-from expertly.native.kernels import BOOLEAN, STEPS, ChosenExperts, Kernels, UnsureError, are_plain, double_bits
+from expertly.native.kernels import BOOLEAN, STEPS, ChosenExperts, Kernels, UnsureError, double_bits
 
 _aten = torch.ops.aten
 
@@ -201,7 +201,8 @@ class LayerProgram(LayerGraphs):
 
     def takes(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         is_tried = self._attention.__dict__.get("_expertly_is_tried", True)  # whose first tokens join its projections
-        return is_tried and are_plain(hidden) and super().takes(layer, hidden, kwargs)
+        is_plain = type(hidden) is torch.Tensor and hidden.is_cpu
+        return is_tried and is_plain and super().takes(layer, hidden, kwargs)
 
     def prove(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         num_compared = self.num_compared
@@ -218,7 +219,8 @@ class LayerProgram(LayerGraphs):
         if not self._num_steps:
             self._assemble()
         at, kernels, steps, end = self._at, self._shared.kernels, self._steps, self._num_steps
-        self._set(hidden, kwargs)
+        at.hidden.copy_(hidden)
+        self._shared.keep_angles(kwargs["position_embeddings"])
         told = {name: kwargs[name] for name in self._passed} if self._passed else {}
         self._place(kwargs.get(CACHE), kwargs.get("attention_mask"), told)
         runtime, looks = self._experts._expertly_runtime, self._router._forward_hooks
