@@ -152,7 +152,7 @@ class Measurement:
         """
         times_ns: list[int] = []
         engine: Any = self._engine
-        run = engine.forward_experts
+        run, ran = engine.forward_experts, engine.ran
 
         def noted(*args: Any) -> torch.Tensor:
             times_ns.append(time.perf_counter_ns())
@@ -160,11 +160,15 @@ class Measurement:
             times_ns.append(time.perf_counter_ns())
             return out
 
-        engine.forward_experts = noted
+        def by_itself(*layer: Any) -> None:
+            times_ns.extend(layer[-2:])
+            ran(*layer)
+
+        engine.forward_experts, engine.ran = noted, by_itself
         try:
             yield times_ns
         finally:
-            del engine.forward_experts
+            del engine.forward_experts, engine.ran
 
     # -- experts -----------------------------------------------------------------------------------------------
 
