@@ -38,6 +38,8 @@ LAYERS = (LayerGeometry(16, 2, 2, 256, 2, 1),) * 6
 class AcceleratedLink:
     """What a Simulator asks of its link, from a CudaDevice on a simulated accelerator."""
 
+    num_devices = 1
+
     def __init__(self, accelerator: Accelerator, geometry: Geometry, slots: list[int]) -> None:
         disk = Disk(geometry)
         disk.let_all_end()
@@ -79,6 +81,7 @@ class Accelerated(Simulator):
         self, wake_ns: int, moves: Link, scheduler: Scheduler, compute: ComputeModel, _: Clock, link: Any, **more: Any
     ) -> None:
         self.accelerator = accelerator = Accelerator(moves, wake_ns=wake_ns)
+        accelerator.busy_until_ns = 0  # type: ignore[attr-defined]  # its kernels are no part of the host's time
         slots = scheduler.budget.pool_slots()
         own: Any = AcceleratedLink(accelerator, scheduler.geometry, slots)
         super().__init__(scheduler, compute, accelerator, own, **more)
