@@ -200,6 +200,15 @@ def test_changes_and_hooks_are_heeded(cases: Cases) -> None:
         assert num_same() == 2 and len(calls) == 5
         hook.remove()
         assert num_same() == 3
+        calls.clear()
+        hook = model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda *_: calls.append(1))
+        assert num_same() == 2 and len(calls) == 5, "of the experts, too"
+        hook.remove()
+        norm = model.model.layers[1].input_layernorm
+        model.model.layers[1].input_layernorm = copy.deepcopy(norm)
+        assert num_same() == 2, "another module"
+        model.model.layers[1].input_layernorm = norm
+        assert num_same() == 3
         for changed in (model, plain):
             changed.model.layers[1].input_layernorm.variance_epsilon = 10.0
         assert num_same() == 2, "a constant was noted"

@@ -136,7 +136,13 @@ class LayerGraphs:
         self._passed: tuple[str, ...] = ()  # of what the layer is given, what attention is told
         within = set(experts.modules())
         self._modules = [one for one in layer.modules() if one not in within and one is not layer]
-        self._kinds = [type(one) for one in self._modules]
+        every = [one for one in layer.modules() if one not in within or one is experts]
+        self._places = [
+            (parent._modules, name, child, type(child))
+            for parent in every
+            for name, child in parent._modules.items()
+            if child is not None and child in {*every}
+        ]
         self._kept = [(of, name) for one in self._modules for of in (one._parameters, one._buffers) for name in of]
         self._addresses = [0 if (it := of.get(name)) is None else it.data_ptr() for of, name in self._kept]
 
@@ -164,7 +170,11 @@ class LayerGraphs:
             if not self._replays and not self._record(layer, hidden, kwargs):
                 return False
             self.num_compared += 1
-            return self._is_same(layer, hidden, kwargs)
+            try:
+                return self._is_same(layer, hidden, kwargs)
+            except RuntimeError as error:
+                self._why = str(error)
+                return False
 
     def run(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The layer. What leaves it is copied: the next token is computed in the same memory."""
@@ -280,8 +290,9 @@ class LayerGraphs:
         given = {**kwargs, "position_embeddings": angles, CACHE: None}
         with self._replaced(attended, mixed, lambda _, *call: calls.append(call)):
             out = self._original.forward(layer, hidden, **given)
-        (routed,) = calls
-        return out, routed
+        if len(calls) != 1:
+            raise RuntimeError("the router is not asked once")
+        return out, calls[0]
 
     @contextlib.contextmanager
     def _replaced(self, attended: Any, mixed: Any, routed: Any) -> Iterator[None]:
@@ -306,9 +317,10 @@ class LayerGraphs:
 
     def _is_watched(self) -> bool:
         """Whether somebody is to be called, is called instead or changed a module; but for us, who look at routers."""
-        for one, kind in zip(self._modules, self._kinds, strict=True):
+        for siblings, name, one, kind in self._places:
             if (
-                type(one) is not kind
+                siblings.get(name) is not one
+                or type(one) is not kind
                 or one._forward_pre_hooks
                 or "forward" in one.__dict__
                 or (one._forward_hooks and one is not self._router)
