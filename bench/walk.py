@@ -30,7 +30,7 @@ PROMPT = "The old man looked at the sea and said to his"
 
 
 class Walk:
-    """The calls of a thread, cut where a layer's experts begin."""
+    """The calls of a thread, cut where a decoder layer begins."""
 
     def __init__(self) -> None:
         self.layers: list[Counter[tuple[str, str]]] = []
@@ -40,22 +40,24 @@ class Walk:
         """A decode step begins: what comes before its first layer belongs to none."""
         self._calls = None
 
+    def layer_begins(self, *_: Any) -> None:
+        if self._calls is not None:
+            self.layers.append(self._calls)
+        self._calls = Counter() if sys.getprofile() is self else None
+
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or not frame.f_code.co_filename.startswith(PACKAGE):
             return
-        called = frame.f_code.co_filename.removeprefix(PACKAGE + "/"), frame.f_code.co_name
-        if called == ("model/graphs.py", "forward"):
-            if self._calls is not None:
-                self.layers.append(self._calls)
-            self._calls = Counter()
         if self._calls is not None:
-            self._calls[called] += 1
+            self._calls[frame.f_code.co_filename.removeprefix(PACKAGE + "/"), frame.f_code.co_name] += 1
 
 
 def run(system: str, memory: str, num_tokens: int, *, told: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model, tokenizer = expertly.load(memory=memory, system=system, device="cpu", dtype="float32", learned="off")
     walk = Walk()
+    for layer in model.get_decoder().layers:
+        layer.register_forward_pre_hook(walk.layer_begins)
     try:
         ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
         with torch.no_grad():

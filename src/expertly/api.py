@@ -303,7 +303,7 @@ def _open_dense(chosen: _Chosen, engine: Engine) -> Any:
     recorder = kind_of(home.device.torch_device).recorder(home.device.torch_device)
     if recorder is not None and engine.executor is home:
         use_graphs(loaded, home.kernels, recorder)
-    if home.device.torch_device.type == "cpu" and not home.device.queues_uses:
+    if not home.device.queues_uses:
         home.kernels.stopped = use_programs(loaded, home.kernels)
     if chosen.division.room is not None:
         check_passes(loaded, chosen.division.room.check)

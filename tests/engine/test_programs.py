@@ -73,9 +73,11 @@ def test_tokens_and_decode_logits_are_the_references(family: str, cases: Cases) 
             assert generate(model, [prompt]) == generate(case.reference, [prompt])
         assert generate(model, case.prompts) == generate(case.reference, case.prompts), "a batch"
         num_before = num_run(model)
+        stopped = expertly.stats(model).as_dict()["kernels"]["stopped"]
         if family not in RECORDED:
-            assert num_before == 0
+            assert num_before == 0 and "code that is not on a list" in stopped
             return
+        assert stopped == ""
         assert num_before > 0
         prompt, tokens = case.prompts[0], case.tokens[0]
         expected = decode(case.reference, prompt, tokens)

@@ -61,11 +61,12 @@ class Recorder(Protocol):
 
 def use_graphs(
     model: PreTrainedModel, kernels: Kernels, recorder: Recorder, make: Callable[..., LayerGraphs] | None = None
-) -> None:
+) -> int:
     """From the first token that is decoded on, in those MoE layers of a loaded model where it is found to be possible.
-    `kernels` counts the layers that ran so. `make`: in place of LayerGraphs.
+    `kernels` counts the layers that ran so. `make`: in place of LayerGraphs. Returns how many layers have code that is
+    not on the lists.
     """
-    shared = _Shared(recorder, kernels)
+    shared, num_unknown = _Shared(recorder, kernels), 0
     paths = {module: path for path, module in model.named_modules()}
     for module in experts_modules(model):
         path = paths[module].rpartition(".")[0]
@@ -82,6 +83,9 @@ def use_graphs(
             original = type(layer)
             layer.__class__ = look_alike(original, forward=_forward_of(original))
             layer._expertly_graphs = (make or LayerGraphs)(layer, original, module, router, shared)
+        else:
+            num_unknown += 1
+    return num_unknown
 
 
 def _looks_up(module: nn.Module) -> set[str]:
@@ -136,12 +140,12 @@ class LayerGraphs:
         self._passed: tuple[str, ...] = ()  # of what the layer is given, what attention is told
         within = set(experts.modules())
         self._modules = [one for one in layer.modules() if one not in within and one is not layer]
-        every = [one for one in layer.modules() if one not in within or one is experts]
+        modules = {layer, experts, *self._modules}
         self._places = [
             (parent._modules, name, child, type(child))
-            for parent in every
+            for parent in modules
             for name, child in parent._modules.items()
-            if child is not None and child in {*every}
+            if child in modules
         ]
         self._kept = [(of, name) for one in self._modules for of in (one._parameters, one._buffers) for name in of]
         self._addresses = [0 if (it := of.get(name)) is None else it.data_ptr() for of, name in self._kept]

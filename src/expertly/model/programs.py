@@ -173,11 +173,13 @@ class Notes:
 
 def use_programs(model: PreTrainedModel, kernels: Kernels) -> Counter[str]:
     """In those MoE layers of a loaded model where it is found to be possible, from the first token that is decoded on.
-    Returns how many layers stay as they are, by the operation that stopped them, as it is found out.
+    Returns how many layers stay as they are, by what stopped them, as it is found out.
     """
     stopped: Counter[str] = Counter()
     if kernels.library is not None:
-        use_graphs(model, kernels, Notes(kernels), partial(LayerProgram, stopped=stopped))
+        num_unknown = use_graphs(model, kernels, Notes(kernels), partial(LayerProgram, stopped=stopped))
+        if num_unknown:
+            stopped["code that is not on a list"] = num_unknown
     return stopped
 
 

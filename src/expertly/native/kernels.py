@@ -286,7 +286,7 @@ class Kernels:
         self.num_attention = 0  # layers' attentions that were computed by the compiled kernels
         self.num_graphs = 0  # layers whose dense part an accelerator's graphs computed, for a token
         self.num_programs = 0  # layers that ran as a program, for a token
-        self.stopped: Mapping[str, int] = {}  # layers that are no program, by the operation that stopped them
+        self.stopped: Mapping[str, int] = {}  # layers that are no program, by what stopped them
         self.tape: Tape | None = None  # of who notes calls
 
     def _most_tokens(self, dtype: torch.dtype, weights: str | None = "") -> int:
