@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 import expertly
 from expertly.api import handle
 from expertly.model import graphs
+from expertly.native import kernels as native_kernels
 from expertly.native.kernels import libraries
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded
@@ -266,6 +267,18 @@ def test_a_layer_whose_operations_depend_on_numbers_stays(cases: Cases, monkeypa
             assert generate(model, case.prompts[:1]) == generate(plain, case.prompts[:1])
             assert (num_run(model) > 0) == (not why)
             assert expertly.stats(model).as_dict()["kernels"]["stopped"] == why
+
+
+def test_a_program_that_gives_other_numbers_is_not_used(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one whose norms have a larger epsilon than the layer's."""
+    case, usual = cases["qwen3_moe"], native_kernels.double_bits
+    monkeypatch.setattr(native_kernels, "double_bits", lambda value: usual(value * 1.5))
+    with loaded(case.store) as model:
+        for _ in range(2):
+            assert generate(model, case.prompts[:1]) == case.tokens[:1]
+        assert num_run(model) == 0
+        stopped = expertly.stats(model).as_dict()["kernels"]["stopped"]
+        assert stopped == "other numbers than the layer's own (3 layers)"
 
 
 def test_layers_are_freed_with_their_model(cases: Cases) -> None:
