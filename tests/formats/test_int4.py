@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
+from expertly.formats import layouts
 from expertly.model.packing import pack
 from tests.engine.observe import loaded
 from tests.families import generate, logits_of, make_prompts
@@ -215,3 +216,20 @@ def test_other_tensors_of_an_int4_matrix_are_refused(tmp_path: Path) -> None:
         refused(
             source, CheckpointError, rf"down_proj\.{ending}': quantization_config has none.*accepted: .*weight_scale"
         )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "problem"), [(r"(?:[\w.]|[\w.]{2})*\d!?$", "takes more than 0.2 s"), ("(", "must be a pattern")]
+)
+def test_patterns_of_names_are_bounded(
+    pattern: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few letters in a config can match for ever."""
+    monkeypatch.setattr(layouts, "PATTERN_S", 0.2)
+    for name, field, value in (
+        ("gptq", "dynamic", {f"+:{pattern}": {"bits": 4}}),
+        ("int4", "config_groups.group_0.targets", [f"re:{pattern}"]),
+    ):
+        source = checkpoint(tmp_path / name, name)
+        set_quantization(source, **{field: value})
+        refused(source, UnsupportedModelError, rf"{field.rpartition('.')[2]}.*{problem}")

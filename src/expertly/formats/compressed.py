@@ -22,6 +22,7 @@ from expertly.formats.layouts import (
     WHERE,
     Header,
     Layout,
+    NamePattern,
     block_of,
     check_field,
     is_plain,
@@ -103,8 +104,7 @@ class CompressedLayout(Layout):
 
     def _scheme(self, stem: str) -> Scheme:
         """As compressed-tensors: of names, patterns and classes the first kind that matches counts."""
-        ranked = sorted(self._groups, key=lambda scheme: scheme.rank(stem))
-        return ranked[0]
+        return min(self._groups, key=lambda scheme: scheme.rank(stem))
 
     def form_of(self, stem: str, tensors: Mapping[str, Header]) -> TiledFormat | None:
         return None if is_plain(tensors) else self._scheme(stem).form(tensors, self._dtype)
@@ -224,6 +224,11 @@ class Scheme:
             self.block = block[0], block[1]
         targets = group.get("targets")
         self._targets = [one for one in targets if isinstance(one, str)] if isinstance(targets, list) else []
+        self._patterns = [
+            NamePattern(target.removeprefix("re:"), f"{where}.targets")
+            for target in self._targets
+            if target.startswith("re:")
+        ]
         zeros = [] if self._is_symmetric else [_ZEROS]
         has_shape = [_SHAPE] if self._type == "int" and self._numbers == _PACKED else []
         of_all = [_GLOBAL] if size == NVFP4_GROUP else []
@@ -235,10 +240,9 @@ class Scheme:
         """0 to 3: whether this name is a target, matches one, may be of a class that is, or not."""
         if stem in self._targets:
             return 0
-        patterns = [target.removeprefix("re:") for target in self._targets if target.startswith("re:")]
-        if any(_matches(pattern, stem) for pattern in patterns):
+        if any(pattern.matches(stem) for pattern in self._patterns):
             return 1
-        return _CLASSES if len(patterns) < len(self._targets) else _CLASSES + 1
+        return _CLASSES if len(self._patterns) < len(self._targets) else _CLASSES + 1
 
     def dtypes(self, ending: str) -> tuple[str, ...]:
         if ending == self._numbers:
@@ -256,9 +260,9 @@ class Scheme:
         shape = tensors[self._numbers][1]
         if len(shape) != 2:
             raise CheckpointError(f"{self._numbers}: {list(shape)}: must have two dimensions")
-        packed = {_WEIGHT: 1}.get(self._numbers, 32 // self._bits if self._type == "int" else 2)
-        is_whole = self._numbers == _WEIGHT or self._type == "float"
-        return shape[0], shape[1] * packed if is_whole else shape[1] * 32 // self._bits
+        if self._numbers == _WEIGHT:
+            return shape[0], shape[1]
+        return shape[0], shape[1] * 2 if self._type == "float" else shape[1] * 32 // self._bits
 
     def num_scales(self, size: tuple[int, int]) -> list[list[int]]:
         """The shapes that the scales of such a matrix may have."""
@@ -311,13 +315,6 @@ class _PackedMxfp4(_Mxfp4):
 _MXFP4 = _PackedMxfp4()
 
 
-def _matches(pattern: str, stem: str) -> bool:
-    try:
-        return re.match(pattern, stem) is not None
-    except re.error:
-        return False
-
-
 # -- modelopt ----------------------------------------------------------------------------------------------------------
 
 _ALGORITHMS = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION")
@@ -351,9 +348,6 @@ class ModelOptLayout(Layout):
         if tuple(tensors) != (_WEIGHT, _SCALE):
             return None
         return fp8_form(tuple(tensors), tensors[_WEIGHT][1], tensors[_SCALE][1])
-
-    def usual_form(self) -> TiledFormat | None:
-        return None
 
     def weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """In float32; one without scales as it is."""

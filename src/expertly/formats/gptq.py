@@ -17,7 +17,7 @@ import numpy as np
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.formats.int4 import GROUPS, Int4Format, tile_group
-from expertly.formats.layouts import WHERE, Header, Layout, check_field, is_plain, order_of, unpacked
+from expertly.formats.layouts import WHERE, Header, Layout, NamePattern, check_field, is_plain, order_of, unpacked
 from expertly.formats.tiles import Bytes, TiledFormat, torch
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -188,7 +188,7 @@ class GptqLayout(_HalfLayout):
     def _fields(self, stem: str) -> dict[str, Any]:
         """What the config says of a matrix: the first rule that its name matches counts, as in GPTQModel."""
         for pattern, changes in self._rules:
-            if pattern.match(stem):
+            if pattern.matches(stem):
                 return {**self._of_all, **changes}
         return self._of_all
 
@@ -237,15 +237,12 @@ def group_of(fields: Mapping[str, Any]) -> int:
     return size
 
 
-def _rules_of(dynamic: object) -> list[tuple[re.Pattern[str], dict[str, Any]]]:
+def _rules_of(dynamic: object) -> list[tuple[NamePattern, dict[str, Any]]]:
     """GPTQModel's `dynamic`: by a pattern of names the fields that such a matrix has instead; "-:": not quantised."""
     rules = []
     for pattern, changes in (dynamic or {}).items() if isinstance(dynamic, dict | None) else ():
         where = f"{WHERE}.dynamic[{pattern!r:.80}]"
-        try:
-            compiled = re.compile(pattern.removeprefix("+:").removeprefix("-:"))
-        except re.error as error:
-            raise UnsupportedModelError(f"{where}: must be a pattern of names: {error}") from None
+        compiled = NamePattern(pattern.removeprefix("+:").removeprefix("-:"), f"{WHERE}.dynamic")
         changes = {} if pattern.startswith("-:") or changes is False else changes
         if not isinstance(changes, dict):
             raise UnsupportedModelError(f"{where}={changes!r:.80}: must be an object of fields")

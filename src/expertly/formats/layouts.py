@@ -6,11 +6,13 @@ A layout names a matrix's tensors by their endings, decodes them, and says which
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import regex
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.formats.tiles import Bytes, TiledFormat, torch
@@ -21,6 +23,9 @@ Header = tuple[str, tuple[int, ...]]
 Item = TypeVar("Item")
 
 WHERE = "quantization_config"
+
+PATTERN_S = 5.0
+"""Seconds for which a pattern may look at names, all together."""
 
 ACTIVATIONS = (
     *(f".{of}_{scale}" for of in ("input", "output") for scale in ("scale", "global_scale", "zero_point")),
@@ -98,6 +103,31 @@ class Layout:
             raise CheckpointError(f"tensor '{stem}{next(iter(tensors))}': there is no {stem}{absent} beside it")
         if further := [ending for ending in tensors if ending not in needed]:
             raise CheckpointError(f"tensor '{stem}{further[0]}': {WHERE} has none such; accepted: {', '.join(needed)}")
+
+
+class NamePattern:
+    """A checkpoint's pattern of modules' names. All that it is asked may take PATTERN_S: a few letters of a pattern can
+    take for ever.
+    """
+
+    def __init__(self, pattern: str, where: str) -> None:
+        """`where`: the field. Raises UnsupportedModelError where it is no pattern."""
+        self._where, self._left_s = where, PATTERN_S
+        try:
+            self._compiled = regex.compile(pattern)
+        except regex.error as error:
+            raise UnsupportedModelError(f"{where}={pattern!r:.80}: must be a pattern of names: {error}") from None
+
+    def matches(self, name: str) -> bool:
+        """Whether it matches from the name's beginning. Raises UnsupportedModelError where that takes too long."""
+        begin = time.monotonic()
+        try:
+            return self._compiled.match(name, timeout=max(self._left_s, 1e-3)) is not None
+        except TimeoutError:
+            problem = f"takes more than {PATTERN_S:g} s on the names of this model; must be a simpler one"
+            raise UnsupportedModelError(f"{self._where}={self._compiled.pattern!r:.80}: {problem}") from None
+        finally:
+            self._left_s -= time.monotonic() - begin
 
 
 def is_plain(tensors: Mapping[str, Header]) -> bool:
