@@ -370,16 +370,20 @@ def get_runnable(spec: str) -> System:
     """`get_system` for an engine. Raises ConfigError also for a system that is for simulation alone; it names only
     systems that an engine can run.
     """
-    name, accepted = spec.split(":")[0].strip(), f"accepted: {', '.join([AUTO_SYSTEM, *runnable_systems()])}"
+    name = spec.split(":")[0].strip()
     if name not in SYSTEMS:
-        raise ConfigError(f"system={name!r:.200}: unknown; {accepted}")
+        raise ConfigError(f"system={name!r:.200}: unknown; {_accepted_by_engines()}")
     system = get_system(spec)
     if not _is_runnable(system):
         reason = "needs to know the demands to come (see `simulate`)"
         if "future" not in system.needs:
             reason = f"loop={system.loop} is for simulation (`expertly lab simulate`)"
-        raise ConfigError(f"system={spec!r:.200}: {reason}; {accepted}")
+        raise ConfigError(f"system={spec!r:.200}: {reason}; {_accepted_by_engines()}")
     return system
+
+
+def _accepted_by_engines() -> str:
+    return f"accepted: {', '.join([AUTO_SYSTEM, *runnable_systems()])}"
 
 
 def runnable_systems() -> list[str]:
