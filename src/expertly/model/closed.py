@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Set
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -41,7 +42,7 @@ def does_only(function: Any, names: Set[str], kind: type = object, apart: Set[st
     code = plain.__code__
     if not set(code.co_names) <= names or code.co_freevars or any(isinstance(it, CodeType) for it in code.co_consts):
         return False
-    if any(step.opname in ("COMPARE_OP", "CONTAINS_OP") for step in dis.get_instructions(code)):
+    if _compares(code):
         return False
     for name in set(code.co_names) - apart:
         member = plain.__globals__.get(name, getattr(kind, name, None))
@@ -50,6 +51,11 @@ def does_only(function: Any, names: Set[str], kind: type = object, apart: Set[st
         if isinstance(member, FunctionType) and not _is_known(member, names, kind):
             return False
     return True
+
+
+@cache
+def _compares(code: CodeType) -> bool:
+    return any(step.opname in ("COMPARE_OP", "CONTAINS_OP") for step in dis.get_instructions(code))
 
 
 def _is_known(function: FunctionType, names: Set[str], kind: type) -> bool:

@@ -66,8 +66,8 @@ class Registry(Mapping[str, T], Generic[T]):
     def __getitem__(self, name: str) -> T:
         if name in self.built_in:
             return self.built_in[name]
-        if (entry := self._installed.get(name)) is not None:
-            beginning = self._in_words(entry)
+        if name in self._installed:
+            entry, beginning = self._installed[name]
             return self._checked(_guarded(entry.load, beginning, "cannot be loaded"), name, beginning)
         if self.is_path(name):
             return self._import(name)
@@ -100,29 +100,30 @@ class Registry(Mapping[str, T], Generic[T]):
         return problems
 
     @property
-    def _installed(self) -> dict[str, EntryPoint]:
+    def _installed(self) -> dict[str, tuple[EntryPoint, str]]:
         return self._entries[0]
 
     @cached_property
-    def _entries(self) -> tuple[dict[str, EntryPoint], list[str]]:
-        """Entry points by name, and problems of those that no name refers to."""
-        entries: dict[str, EntryPoint] = {}
+    def _entries(self) -> tuple[dict[str, tuple[EntryPoint, str]], list[str]]:
+        """Entry points by name, each with how messages name it, and problems of those that no name refers to."""
+        entries: dict[str, tuple[EntryPoint, str]] = {}
         try:
             installed = sorted(entry_points(group=self._group), key=lambda entry: (_distribution(entry), entry.name))
         except Exception as error:  # metadata of any distribution
             return {}, [f"entry points {self._group!r}: cannot be read ({_reason(error)})"]
         problems = []
         for entry in installed:
+            words = f"{self._part}={entry.name!r} ({entry.value} of {_distribution(entry)})"
             if entry.name in self.built_in:
                 problem = "expertly has one of that name, which is used"
             elif entry.name in entries:
-                problem = f"{_distribution(entries[entry.name])} has one of that name, which is used"
+                problem = f"{_distribution(entries[entry.name][0])} has one of that name, which is used"
             elif not entry.name or any(letter in _SEPARATORS or letter.isspace() for letter in entry.name):
                 problem = f"a name cannot hold blanks or any of {' '.join(_SEPARATORS)}"
             else:
-                entries[entry.name] = entry
+                entries[entry.name] = entry, words
                 continue
-            problems.append(f"{self._in_words(entry)}: {problem}")
+            problems.append(f"{words}: {problem}")
         return entries, problems
 
     def _import(self, path: str) -> T:
@@ -141,9 +142,6 @@ class Registry(Mapping[str, T], Generic[T]):
             kind = f"the class {loaded.__name__}" if isinstance(loaded, type) else f"of type {type(loaded).__name__}"
             raise ConfigError(f"{beginning}: is {kind}; accepted: {self._accepted}")
         return self._adopt(loaded, name)  # type: ignore[arg-type]
-
-    def _in_words(self, entry: EntryPoint) -> str:
-        return f"{self._part}={entry.name!r} ({entry.value} of {_distribution(entry)})"
 
 
 def _guarded(load: Callable[[], Any], beginning: str, failure: str) -> Any:
