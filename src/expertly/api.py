@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from expertly.core.costs import HostCompute, Link
-from expertly.core.errors import ConfigError, ModelUseError, StoreError
+from expertly.core.errors import ModelUseError, StoreError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
 from expertly.core.units import format_share
@@ -21,7 +20,6 @@ from expertly.engine import process
 from expertly.engine.cluster import Cluster, memory_of_workers, open_workers, start_workers
 from expertly.engine.device import choose_device, kind_of
 from expertly.engine.fitting import with_quantisation
-from expertly.engine.host import MissSplit
 from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
 from expertly.engine.observe import CannotLookAheadError, make_prefetching
@@ -232,11 +230,9 @@ def _open_engine(chosen: _Chosen, target: torch.device, opened: ExitStack) -> En
     dtype, kind = getattr(torch, store.manifest.dtype), kind_of(target)
     here, *away = chosen.placement.shares
     geometry, budget = here.geometry, system.budget(here.geometry, chosen.division.budget, known)
-    split = _share_misses(chosen, target, dtype)
-    scheduler = system.scheduler(geometry, budget, known, split)
+    scheduler = system.scheduler(geometry, budget, known)
     remotes = open_workers(chosen.peers, away, memories=chosen.worker_nbytes, store=store, system=system)
-    host_memory = options.host_memory if split is None else geometry.nbytes  # what it counts on
-    host_nbytes = kind.host_nbytes(target, host_memory, geometry.nbytes)
+    host_nbytes = kind.host_nbytes(target, options.host_memory, geometry.nbytes)
     source: ExtentSource = StoreOfShare(store, here) if remotes else store
     device = kind.make(target, source, geometry, scheduler.budget.pool_slots(), dtype, host_nbytes)
     opened.callback(device.close)
@@ -259,37 +255,6 @@ def _damage(store: PackedStore, layer: int | None) -> str | None:
     except StoreError as error:
         return str(error)
     return None
-
-
-def _share_misses(chosen: _Chosen, target: torch.device, dtype: torch.dtype) -> MissSplit | None:
-    """How many missing experts the processor computes, as the option `cpu_misses` says; None: it computes none."""
-    asked, kind, geometry = chosen.options.cpu_misses, kind_of(target), chosen.placement.geometry
-    if asked == "never":
-        return None
-    if asked == "auto" and not choose_kernels().library and any(layer.format for layer in geometry.layers):
-        return None  # torch decodes formats at a small part of the rate that is measured: of products
-    nbytes = kind.host_nbytes(target, chosen.options.host_memory, geometry.nbytes)
-    costs = None
-    if not nbytes:
-        why = f"there is no host tier behind {target}"
-    elif chosen.options.workers is not None:
-        why = "workers have experts"
-    elif not chosen.system.can_share_misses:
-        why = f"system {chosen.system.name!r} keeps parts of experts, or all of them"
-    elif nbytes < geometry.nbytes:
-        why = "the host tier does not hold all experts (host_memory)"
-    else:
-        why = "nobody measured copies and products here"
-        costs = kind.miss_costs(target, dtype)
-    if costs is None:
-        if asked == "always":
-            raise ConfigError(f"cpu_misses='always': {why}; accepted: auto, never")
-        return None
-    if asked == "always":  # with copies of 11 days the processor is always sooner
-        return MissSplit(geometry, Link(1e18, 10**15), HostCompute(1e18, 1e18, 0, 1.0))
-    split = MissSplit(geometry, *costs)
-    pays = any(split.num_on_host(number, [1] * layer.top_k, 1, 0) for number, layer in enumerate(geometry.layers))
-    return split if pays else None
 
 
 def _open_dense(chosen: _Chosen, engine: Engine) -> Any:

@@ -18,7 +18,7 @@ from expertly.scheduler.systems import AUTO_SYSTEM
 T = TypeVar("T")
 
 AUTO = "auto"
-ACCEPTED = {"verify": ("sampled", "always", "never"), "cpu_misses": ("auto", "never", "always")}
+ACCEPTED = {"verify": ("sampled", "always", "never")}
 ADVANCED, RESEARCH = "Advanced", "Research"
 """Panels of options that --help leaves to --help-all."""
 MODEL_HELP = "a folder, a GGUF file, a packed store or a hub id (owner/NAME:Q4_K_M too; default: the demo model)"
@@ -188,13 +188,6 @@ class LoadOptions:
         panel=ADVANCED,
     )
     host_memory: str | int = option(AUTO, "RAM for experts behind an accelerator", metavar="SIZE", panel=ADVANCED)
-    cpu_misses: Literal["auto", "never", "always"] = option(
-        AUTO,
-        "experts that an accelerator's memory lacks and the host's has: computed by the processor where that is faster "
-        "than copying, as measured while loading (auto), never, or always; tokens do not depend on it",
-        metavar="WHEN",
-        panel=ADVANCED,
-    )
     learned: str | Path | None = option(
         AUTO,
         "where a system keeps what it learns while it runs (expert maps, activation matrices, reuse weights): a file, "

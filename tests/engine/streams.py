@@ -197,12 +197,6 @@ class Accelerator(LateValues):
         self._run_until(max(self.now_ns, mark[0].at_ns))
         self.reach(mark)
 
-    def to_device(self, values: torch.Tensor) -> torch.Tensor:
-        """Behind the copy that the link makes now."""
-        under_way = [one.end_ns for one in self.copied[-100:] if one.begin_ns <= self.now_ns < one.end_ns]
-        self.compute_free_ns = max([self.compute_free_ns, self.now_ns, *under_way])
-        return values.clone()
-
     def synchronize(self) -> None:
         self._come(self._num_copies)
         self.now_ns = max(self.now_ns, self.compute_free_ns, self._link_free_ns)
@@ -295,9 +289,6 @@ class LateStreams(LateValues):
     def wait_for(self, mark: Any) -> None:
         self.num_synchronised += 1
         self.reach(mark)
-
-    def to_device(self, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
 
     def synchronize(self) -> None:
         self.let(len(self.queue))

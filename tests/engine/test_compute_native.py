@@ -22,20 +22,15 @@ pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {W
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Experts, or parts, of each call that ended in outputs."""
+    """Experts, or parts, of each call."""
     seen: list[int] = []
-    sums, experts = Kernels.sums, Kernels.experts
+    experts = Kernels.experts
 
-    def counted(self: Kernels, tasks: Any, *args: Any, **kwargs: Any) -> None:
-        seen.append(len(tasks) // 4)
-        sums(self, tasks, *args, **kwargs)
-
-    def counted_whole(self: Kernels, layer: Any, tasks: Any, *args: Any, **kwargs: Any) -> None:
+    def counted(self: Kernels, layer: Any, tasks: Any, *args: Any, **kwargs: Any) -> None:
         seen.append(len(tasks) // 3)
         experts(self, layer, tasks, *args, **kwargs)
 
-    monkeypatch.setattr(Kernels, "sums", counted)
-    monkeypatch.setattr(Kernels, "experts", counted_whole)
+    monkeypatch.setattr(Kernels, "experts", counted)
     monkeypatch.delenv(VARIABLE, raising=False)
     return seen
 
@@ -79,14 +74,13 @@ def test_parts_are_calls_of_their_own(cases: Cases, calls: list[int]) -> None:
         ("gpt_oss", torch.bfloat16),
         ("gpt_oss", torch.float16),
         ("qwen3_moe", torch.float32),
-        ("switch_transformers", torch.float32),
     ],
     ids=str,
 )
 def test_outputs_are_torchs(
     family: str, dtype: torch.dtype, cases: Cases, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With and without gate and biases, whole and in scattered parts."""
+    """With and without biases, whole and in scattered parts."""
     name, work = str(dtype).removeprefix("torch."), [layer_call(num_tokens, dtype) for num_tokens in (1, 2, 4, 9)]
     monkeypatch.setenv(VARIABLE, "torch")
     with loaded(cases[family].folder, dtype=name, segments=1) as model:

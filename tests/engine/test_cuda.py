@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import expertly
 from expertly.api import handle
@@ -30,8 +28,7 @@ from tests.engine.failing import raising
 from tests.engine.observe import loaded, open_files, reader_threads
 from tests.engine.slot_kernels import put_slot_kernels
 from tests.engine.streams import Accelerator, LateStreams, ManualStreams, put_in_place, run_random_layers
-from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error, run, scatter, watch_spans
-from tests.families import HIDDEN_SIZE, INTERMEDIATE_SIZE, generate
+from tests.families import generate
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -106,43 +103,6 @@ def test_the_host_waits_once_a_layer(
     with loaded(cases["qwen3_moe"].store, memory="45%", segments=segments) as model:
         run_random_layers(model, num_tokens)
         assert made[0].stats()["synchronisations"] == 6
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_split_expert_is_summed_without_its_down_rows_side_by_side(
-    dtype: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, "torch")
-    case = cases["qwen3_moe"]
-    put_in_place(monkeypatch)
-    calls = reference_calls(case.folder, case.prompts, getattr(torch, dtype))
-
-    class Shapes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            made = func(*args, **(kwargs or {}))
-            if isinstance(made, torch.Tensor) and made._base is None and made.ndim == 2:
-                assert made.shape != (INTERMEDIATE_SIZE, HIDDEN_SIZE), func
-            return made
-
-    with loaded(case.folder, dtype=dtype, segments=4, memory="45%") as model:
-        scatter(model)
-        num_spans = watch_spans(model)
-        for call in calls:
-            with Shapes() if len(call.index) < INTERMEDIATE_SIZE else nullcontext():
-                actual = run(model, call)
-            assert call.output is not None
-            assert relative_error(actual, call.output) < TOLERANCE[call.hidden.dtype]
-        assert num_spans["part"] > 2 * num_spans["whole"]
-
-
-def test_pinned_memory_is_given_back_with_old_and_new_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[str] = []
-    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: called.append("new"), raising=False)
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: called.append("old"), raising=False)
-    cuda._empty_host_cache()
-    monkeypatch.delattr(torch.accelerator, "empty_host_cache")
-    cuda._empty_host_cache()
-    assert called == ["new", "old"]
 
 
 def test_the_first_copy_waits_for_what_the_slots_memory_was_used_for(monkeypatch: pytest.MonkeyPatch) -> None:

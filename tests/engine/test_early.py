@@ -12,7 +12,7 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.costs import Link
-from expertly.engine import compute
+from expertly.engine import shard
 from expertly.model.hooks import experts_modules
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
@@ -63,7 +63,7 @@ def test_tokens_and_decisions_are_the_same(
     """
     case, found, predicts = cases["qwen3_moe"], [], system in ("expertly-ahead", "moe-infinity")
     for most_tokens in (4, 0):
-        monkeypatch.setattr(compute, "_EARLY_TOKENS", most_tokens)
+        monkeypatch.setattr(shard, "EARLY_TOKENS", most_tokens)
         _, _, made = put_early(monkeypatch, 1e10, 50_000, share, host_ns=100)
         with loaded(case.store, memory=memory, system=system, segments=segments) as model:
             for _ in range(2):
@@ -112,7 +112,7 @@ def test_what_is_resident_is_computed_while_the_host_decides(cases: Cases, monke
     """The host decides for 50 us; three experts take 30, and end at the same time wherever it sleeps."""
     for most_tokens, expected_ns in ((4, 50_000), (0, 80_000)):
         with monkeypatch.context() as patch:
-            patch.setattr(compute, "_EARLY_TOKENS", most_tokens)
+            patch.setattr(shard, "EARLY_TOKENS", most_tokens)
             accelerator, _, _ = put_early(patch, 1e9, 10_000)
             with loaded(cases["qwen3_moe"].store, system="resident", memory="100%") as model:
                 engine, begin_layer = handle(model).engine, handle(model).engine.scheduler.begin_layer

@@ -12,7 +12,6 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.engine import cuda
-from expertly.engine.device import kind_of
 from expertly.model.hooks import experts_modules
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Case, Cases
@@ -28,7 +27,7 @@ Expected = tuple[int, list[list[int]], torch.Tensor, torch.Tensor]
 
 @contextmanager
 def loaded(case: Case, *, graphs: bool = False, segments: int | None = None, **settings: Any) -> Iterator[Any]:
-    usual = {"memory": "25%", "learned": "off", "device": "cuda", "cpu_misses": "never"}
+    usual = {"memory": "25%", "learned": "off", "device": "cuda"}
     if segments is not None:
         settings["system"] = f"{settings.get('system', 'expertly')}:segments={segments}"
     with pytest.MonkeyPatch.context() as patch:
@@ -111,13 +110,6 @@ def test_graphs_change_no_token(system: str, family: str, cases: Cases) -> None:
             assert (stats["kernels"]["graphs"] > 0) == (graphs and family != "deepseek_v3")
 
 
-def test_the_processor_and_the_link_are_measured_at_once() -> None:
-    costs = kind_of(torch.device("cuda")).miss_costs(torch.device("cuda"), torch.bfloat16)
-    assert costs is not None
-    link, host = costs
-    assert link.nbytes_per_s > 1e9 and host.nbytes_per_s > 1e8 and 1.0 <= host.link_slowdown < 10
-
-
 def test_device_memory_is_the_budget_and_is_given_back(cases: Cases) -> None:
     before = torch.cuda.memory_allocated()
     model, _ = expertly.load(str(cases["mixtral"].store), memory="25%", device="cuda")
@@ -196,16 +188,3 @@ def test_float32_tokens_and_logits_are_the_reference(family: str, segments: int,
                 assert_same(model, case, expected)
                 moved = handle(model).engine.device.stats()
                 assert moved["copied_nbytes"] == expertly.stats(model).as_dict()["bytes_loaded"], settings
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("system", "segments"), [("lru", 1), ("expertly", 4), ("expertly-ahead", 1)])
-def test_misses_that_the_processor_computes_change_no_token(
-    system: str, segments: int, family: str, cases: Cases
-) -> None:
-    expected = reference_of(cases[family])
-    options = {"system": system, "segments": segments, "host_memory": "100%", "memory": "50%", "cpu_misses": "always"}
-    with loaded(cases[family], **options) as model:
-        for _ in range(2):
-            assert_same(model, cases[family], expected)
-        assert expertly.stats(model).as_dict()["phases"]["decode"]["computed_on_host"] > 0

@@ -54,8 +54,6 @@ def report(result: dict[str, Any]) -> str:
         parts += [figures_table(_by_phase(result["devices"]), _OF_DEVICE), *map(_worker, result["devices"][1:])]
     problems = {device["host_memory"] for device in result["devices"]} - {None, "registered"}
     parts += [in_brackets(f"host memory: {problem}") for problem in sorted(problems)]
-    if num := sum(phases[name]["computed_on_host"] for name in PHASES):
-        parts.append(in_brackets(f"{num} of the misses were computed by the processor, from host memory"))
     if (prediction := result["prediction"]) is not None:
         parts += [figures_table(_by_phase([phases]), _PREDICTED), _predictor(prediction)]
     if (reuse := result["reuse"]) is not None:

@@ -1,4 +1,4 @@
-"""What moving experts and computing them on the host cost on one machine."""
+"""What moving experts costs on one machine."""
 
 from __future__ import annotations
 
@@ -20,15 +20,3 @@ class Link:
     def occupies_ns(self, nbytes: int) -> int:
         """How long a span of so many bytes keeps the link from serving the next one."""
         return round(nbytes / self.nbytes_per_s * 1e9)
-
-
-@dataclass(frozen=True, slots=True)
-class HostCompute:
-    """How fast a host's processors compute experts from its memory while a link copies others out of it, and how fast
-    the link is then.
-    """
-
-    nbytes_per_s: float  # of weights
-    flops_per_s: float
-    call_ns: int  # once a layer: hidden states come to the host, outputs go back
-    link_slowdown: float  # how many times longer a copy takes meanwhile; at least 1

@@ -75,8 +75,6 @@ class Plan:
     ready: list[Span] = field(default_factory=list)  # compute now
     loads: list[Span] = field(default_factory=list)  # load, and compute as they arrive
     in_flight: list[Span] = field(default_factory=list)  # compute as they arrive
-    on_host: list[int] = field(default_factory=list)  # experts that the host computes, from its own memory
-    following: list[Span] = field(default_factory=list)  # of these: load as prefetches are, when the host has ended
 
 
 @dataclass(frozen=True, slots=True)

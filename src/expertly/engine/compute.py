@@ -1,16 +1,16 @@
 """The arithmetic of one layer's experts on slot views, in the order and precision of the reference.
 
-An expert in several spans is activated span by span. Its output is summed in float32 by the compiled products, on an
-accelerator, and where a float32 model's experts are decoded. Else its down rows are gathered side by side, and one
-product makes it: a processor multiplies 16-bit numbers 4 times as fast as float32. Either way it is rounded once, as
-that of the whole expert, whatever the slots (docs/conventions.md, Segments).
+An expert in several spans is activated span by span. The compiled products sum its output in float32. torch gathers its
+activations and down rows side by side, for one product. Either way the output is rounded once, as that of the whole
+expert, whatever the slots (docs/conventions.md, Segments).
 Shapes: T tokens, K top-k, H hidden, I intermediate, n tokens of one expert, r neurons of one span.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 _MAX_ROWS = 256
 """Tokens of a prompt for which torch computes an expert at a time on a CPU: more would not be quicker."""
 
-_EARLY_TOKENS = 4
+EARLY_TOKENS = 4
 """Most tokens of a layer that begins before the host knows its experts: each choice reads its expert's weights, from
 the device's cache where several tokens made it.
 """
@@ -51,7 +51,7 @@ def expert_nbytes_at_once(layer: LayerGeometry) -> int:
     row_nbytes = layer.intermediate_size * layer.itemsize
     if not layer.format:
         return _MAX_ROWS * _WIDE * row_nbytes
-    gathered = 0 if layer.itemsize == torch.float32.itemsize else (layer.hidden_size + _MAX_ROWS) * row_nbytes
+    gathered = (layer.hidden_size + _MAX_ROWS) * row_nbytes
     num_values = layer.num_matrices * layer.hidden_size + _WIDE * _MAX_ROWS  # of a neuron
     native = MANY_TOKENS * (layer.intermediate_size + layer.hidden_size) * 33 // 8  # a unit has 132 bytes for 32
     return max(_PART_NBYTES, layer.block_size * num_values * layer.itemsize, native) + gathered
@@ -112,10 +112,8 @@ def part_of(work: Dispatch, router: RouterRan, held: Sequence[int], device: torc
 
 
 class LayerCompute:
-    """Computes spans of one layer. `rows` are the layer's slots [S * r1, M, H], r1 neurons a segment; in a format
-    blocks of bytes [S * r1 / G, nbytes], whose weights are decoded for what the kernels do not take. `experts` are the
-    module's experts that these slots may hold, by their numbers there; None: all. `kernels` multiply few tokens where
-    they take such matrices, else torch does. `gathers`: torch has all down rows of a split expert side by side.
+    """Computes spans of one layer, by an accelerator's kernels over its slots, by the compiled products for few tokens,
+    or by torch: `LayerCall.compute` decides.
     """
 
     def __init__(
@@ -127,52 +125,41 @@ class LayerCompute:
         dtype: torch.dtype,
         experts: Sequence[int] | None,
         kernels: Kernels,
-        *,
-        gathers: bool = True,
     ) -> None:
-        self.dtype = dtype
-        self.num_segments = num_segments
-        self.intermediate_size = geometry.intermediate_size
-        self._adds_parts = dtype == torch.float32 and bool(geometry.format)  # which lie nowhere side by side
-        self.gathers = gathers and not self._adds_parts
-        self._geometry, self._rows, self._kernels = geometry, rows, kernels
+        """`rows`: the layer's slots [S * r1, M, H], r1 neurons a segment; in a format blocks of bytes
+        [S * r1 / G, nbytes]. `experts`: the module's experts that these slots may hold, by their numbers there; None:
+        all.
+        """
+        self.geometry, self.num_segments, self.dtype, self.kernels = geometry, num_segments, dtype, kernels
+        self._rows = rows
         self._neurons_per_segment = geometry.intermediate_size // num_segments
-        self._num_inner = geometry.num_matrices - 1  # gate and up, or up
-        is_gated = self._num_inner == 2
+        is_gated = geometry.num_matrices == 3
         self._activate = _activation(module, is_gated, dtype)
         self._in_bias, self.down_bias = _biases(module, is_gated, experts, rows.device)
         self._format = form = expert_format(geometry.format) if geometry.format else None
-        self._matrix_nbytes = geometry.hidden_size * dtype.itemsize
-        self._row_nbytes = geometry.block_nbytes or geometry.num_matrices * self._matrix_nbytes  # or a block's
         self._slot_nbytes = geometry.expert_nbytes // num_segments
-        self._address = rows.data_ptr()
         self.slots = kernels.slots(geometry, dtype, num_segments, rows, self._activate, self._in_bias, self.down_bias)
-        """An accelerator's kernels over this layer's slots: whole experts and segments in one call; or None."""
-        self.max_tokens = kernels.most_tokens(dtype, geometry.format or "")  # of an expert, for the compiled products
+        """An accelerator's kernels: whole experts and segments in one call; or None."""
         self.products: ExpertProducts | None = None
-        """One call of them for all that an expert is; None: torch activates."""
+        """The compiled products; None: they do not know the dtype, or the activation."""
         biases = self._in_bias if self.down_bias is None else (*self._in_bias, self.down_bias)
-        activation = None
-        if self.max_tokens and all(bias.dtype == dtype for bias in biases):
+        activation, max_tokens = None, kernels.most_tokens(dtype, geometry.format or "")
+        if max_tokens and all(bias.dtype == dtype for bias in biases):
             activation = recognise(self._activate, dtype, is_gated=is_gated)
         if activation is not None:
             formats = (NO_DOWN,) * 3 if form is None else form.kernels
-            shape, nbytes = (self._num_inner, geometry.hidden_size), (self._row_nbytes, self._matrix_nbytes)
+            matrix_nbytes = geometry.hidden_size * dtype.itemsize
+            nbytes = geometry.block_nbytes or geometry.num_matrices * matrix_nbytes, matrix_nbytes
+            shape = geometry.num_matrices - 1, geometry.hidden_size
             self.products = ExpertProducts(formats, shape, *nbytes, activation, self._in_bias, self.down_bias)
-
-    def is_native(self, x: torch.Tensor) -> bool:
-        """Whether the compiled products take such inputs [n, H] of one expert."""
-        return x.shape[0] <= self.max_tokens and x.dtype == self.dtype
-
-    def can_begin_early(self, num_tokens: int) -> bool:
-        """Whether it computes so many tokens before the host knows their experts."""
-        return self.slots is not None and num_tokens <= _EARLY_TOKENS
+        self.max_tokens = 0 if self.products is None else max_tokens
+        """Of an expert, for the compiled products."""
 
     def begin_early(
         self, hidden: torch.Tensor, ids: torch.Tensor, spans: list[Span | None], choice: tuple[torch.Tensor, Any] | None
     ) -> Early:
         """Queue what computes those of the chosen experts `ids` [T, K] that have one of `spans`, which are by expert.
-        Only where it `can_begin_early`.
+        Only where there are `slots`, and of at most EARLY_TOKENS.
         """
         hidden = hidden if hidden.dtype == self.dtype else hidden.to(self.dtype)
         outputs = hidden.new_empty(ids.numel(), hidden.shape[1])
@@ -186,125 +173,53 @@ class LayerCompute:
     def chosen(self, table: int, num_experts: int, tensors: Sequence[torch.Tensor]) -> ChosenExperts | None:
         """A program's step for a token's experts, see ChosenExperts; None where it takes more than the kernels."""
         x, ids, weights, out = tensors
-        kernels = self._kernels
         if (
             self.products is None
-            or not self.is_native(x)
-            or out.dtype != self.dtype
+            or x.shape[0] > self.max_tokens
+            or not x.dtype == out.dtype == self.dtype
             or weights.dtype not in (torch.float32, self.dtype)
             or ids.dtype != torch.int64
             or not all(tensor.is_contiguous() for tensor in tensors)
         ):
             return None
-        slots = table, num_experts, self._address, self._slot_nbytes
-        return ChosenExperts(self.products, self.intermediate_size, slots, tensors, kernels.dtypes[weights.dtype])
+        slots = table, num_experts, self._rows.data_ptr(), self._slot_nbytes
+        dtype = self.kernels.dtypes[weights.dtype]
+        return ChosenExperts(self.products, self.geometry.intermediate_size, slots, tensors, dtype)
 
     def multiply(self, x: torch.Tensor, works: Sequence[Work], out: torch.Tensor, *, adds: bool = False) -> None:
         """out[o] = expert(x[i]) for each span, row i of `x` [*, H] and row o of `out` [*, H]; spans are of equal size.
-        `adds`: a span's part of the sum is added to `out`, which is float32 and without bias. Only where `is_native`,
-        and of several spans with several tokens where there are `products`.
+        `adds`: a span's part of the sum is added to `out`, which is float32 and without bias.
         """
-        kernels = self._kernels
+        assert self.products is not None
         if x.stride(1) != 1:
             x = x.contiguous()
-        kernels.num_native += len(works)
-        if self.products is None:
-            self._activated_by_torch(x, works, out, adds=adds)
-            return
+        self.kernels.num_native += len(works)
         tasks: list[int] = []
         x_rows: list[int] = []
         out_rows: list[int] = []
+        address = self._rows.data_ptr()
         for span, of_x, of_out in works:
-            tasks += (self._address + span.slot * self._slot_nbytes, len(of_x), span.expert)
+            tasks += (address + span.slot * self._slot_nbytes, len(of_x), span.expert)
             x_rows += of_x
             out_rows += of_out
         span = works[0][0]
         num_neurons, begin = span.num_segments * self._neurons_per_segment, span.segment * self._neurons_per_segment
-        kernels.experts(self.products, tasks, x_rows, out_rows, x, out, num_neurons, begin, adds=adds)
-
-    def _activated_by_torch(self, x: torch.Tensor, works: Sequence[Work], out: torch.Tensor, *, adds: bool) -> None:
-        """The same in two calls, of one span or of one token."""
-        kernels, n = self._kernels, len(works[0][1])
-        if n > _MAX_ROWS:
-            ((span, of_x, of_out),) = works
-            for first in range(0, n, _MAX_ROWS):
-                some = slice(first, first + _MAX_ROWS)
-                self._activated_by_torch(x, ((span, of_x[some], of_out[some]),), out, adds=adds)
-            return
-        num_neurons = works[0][0].num_segments * self._neurons_per_segment
-        tasks: list[int] = []
-        for k, (span, of_x, _) in enumerate(works):
-            tasks += (self._address + span.slot * self._slot_nbytes, of_x[0], n, k * n)
-        products = x.new_empty(self._num_inner, len(works) * n, num_neurons)
-        if self._format is None:
-            kernels.dots(tasks, x, products, self._row_nbytes, self._matrix_nbytes)
-        else:
-            kernels.tile_dots(self._format.kernels, self._row_nbytes, tasks, x, products)
-        inner = products.unbind(0)
-        if self._in_bias:
-            begin = works[0][0].segment * self._neurons_per_segment
-            cut = slice(begin, begin + num_neurons)
-            inner = tuple(
-                values + torch.stack([bias[span.expert, cut] for span, *_ in works])
-                for values, bias in zip(inner, self._in_bias, strict=True)
-            )
-        tasks = []
-        address = self._address + (self._num_inner * self._matrix_nbytes if self._format is None else 0)
-        for k, (span, _, of_out) in enumerate(works):
-            tasks += (address + span.slot * self._slot_nbytes, k * n, n, of_out[0])
-        h = self._activate(*inner).contiguous()
-        if self._format is None:
-            kernels.sums(tasks, h, out, self._row_nbytes, adds=adds)
-        else:
-            kernels.tile_sums(self._format.kernels, self._row_nbytes, tasks, h, out, self._num_inner, adds=adds)
-        if self.down_bias is not None and not adds:
-            for span, _, of_out in works:
-                out[of_out[0] : of_out[0] + n] += self.down_bias[span.expert]
+        self.kernels.experts(self.products, tasks, x_rows, out_rows, x, out, num_neurons, begin, adds=adds)
 
     # -- torch's -----------------------------------------------------------------------------------------------
 
-    def whole(self, x: torch.Tensor, span: Span, out: torch.Tensor) -> None:
-        """out[n, H] = expert(x [n, H]), for a span that is the whole expert."""
-        if self.is_native(x):
-            self.multiply(x, ((span, range(len(x)), range(len(x))),), out)
-            return
-        num_rows = _MAX_ROWS if x.is_cpu else len(x)
-        for rows, part in zip(x.split(num_rows), out.split(num_rows), strict=True):
-            if self._adds_parts:
-                self.add(rows, span, part.zero_())
-            else:
-                torch.mm(*self.inner(rows, span), out=part)
-        if self.down_bias is not None:
-            out += self.down_bias[span.expert]
-
-    def add(self, x: torch.Tensor, span: Span, total: torch.Tensor) -> None:
-        """total [n, H] += what a span's neurons make of x [n, H], in float32."""
-        for _, inner, down in self._parts(x, span):
-            if inner.dtype == total.dtype:
-                total.addmm_(inner, down)
-            elif inner.is_cpu:  # an accelerator that is simulated: torch has the product below on real ones alone
-                total.addmm_(inner.float(), down.float())
-            else:
-                total += torch.mm(inner, down, out_dtype=total.dtype)
+    def whole(self, x: torch.Tensor, span: Span) -> torch.Tensor:
+        """expert(x [n, H]), [n, H], for a span that is the whole expert."""
+        parts = [torch.mm(*self.inner(rows, span)) for rows in x.split(_MAX_ROWS if x.is_cpu else max(1, len(x)))]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out if self.down_bias is None else out.add_(self.down_bias[span.expert])
 
     def inner(self, x: torch.Tensor, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
-        """Activations [n, r] of a span's neurons, and their down rows [r, H]."""
-        num_neurons = span.num_segments * self._neurons_per_segment
-        inner: torch.Tensor | None = None
-        for part, some, rows in self._parts(x, span):
-            if part.stop - part.start == num_neurons:
-                return some, rows
-            if inner is None:
-                inner = x.new_empty(x.shape[0], num_neurons, dtype=self.dtype)
-                down = x.new_empty(num_neurons, self._geometry.hidden_size, dtype=self.dtype)
-            inner[:, part], down[part] = some, rows
-        assert inner is not None
-        return inner, down
-
-    def _parts(self, x: torch.Tensor, span: Span) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Some of a span's neurons, their activations [n, r], and their down rows [r, H], until the next are taken."""
-        self._kernels.num_torch += 1
-        geometry, slot = self._geometry, span.slot * self._neurons_per_segment
+        """Activations [n, r] of a span's neurons, and their down rows [r, H]: a view of the slots, or decoded, on a CPU
+        some blocks at a time.
+        """
+        self.kernels.num_torch += 1
+        geometry, slot = self.geometry, span.slot * self._neurons_per_segment
         num_neurons = step = span.num_segments * self._neurons_per_segment
         if self._format is not None and self._rows.is_cpu:
             num_values = geometry.num_matrices * geometry.hidden_size + _WIDE * x.shape[0]  # of a neuron
@@ -321,7 +236,18 @@ class LayerCompute:
                 first = span.segment * self._neurons_per_segment
                 biases = [bias[span.expert, first + begin : first + end] for bias in self._in_bias]
                 gate_up = [values + bias for values, bias in zip(gate_up, biases, strict=True)]
-            yield slice(begin, end), self._activate(*gate_up), down
+            activated = self._activate(*gate_up)
+            if step == num_neurons:
+                return activated, down
+            if not begin:
+                gathered = self.empty_inner(len(x), num_neurons)
+            gathered[0][:, begin:end], gathered[1][begin:end] = activated, down
+        return gathered
+
+    def empty_inner(self, num_tokens: int, num_neurons: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for activations [n, r] and down rows [r, H]."""
+        empty = partial(torch.empty, dtype=self.dtype, device=self._rows.device)
+        return empty(num_tokens, num_neurons), empty(num_neurons, self.geometry.hidden_size)
 
 
 class LayerCall:
@@ -332,8 +258,8 @@ class LayerCall:
         self._compute = compute
         self.work = work
         self.hidden = hidden if hidden.dtype == compute.dtype else hidden.to(compute.dtype)
-        self._partial: dict[int, PartialExpert] = {}
-        self._there: dict[int, torch.Tensor] | None = None  # the rows of experts, where they are computed
+        self._partial: dict[int, _PartialExpert] = {}
+        self._there: dict[int, torch.Tensor] = {}  # the rows of experts, on an accelerator
         self._slots: SlotCall | None = None
         if early is not None:
             self.outputs, self._slots = early.outputs, early.slots
@@ -343,31 +269,27 @@ class LayerCall:
                 self.outputs.zero_()
             if compute.slots is not None:
                 self._slots = compute.slots.begin(self.hidden, self.outputs)
-        few = min(compute.max_tokens, TASK_TOKENS)
-        is_short = hidden.shape[0] <= few and (work.positions is not None or compute.products is not None)
-        self.takes_several = self._slots is not None or is_short
-        """Whether experts that are here can be computed in one call, by the kernels: those of few tokens."""
+        self.takes_several = self._slots is not None or hidden.shape[0] <= min(compute.max_tokens, TASK_TOKENS)
+        """Whether experts that are there can be computed in one call, by the kernels: those of few tokens."""
 
     def compute(self, spans: Sequence[Span]) -> None:
-        """Use the bytes of spans: afterwards their slots may be used again."""
+        """Use the bytes of spans: afterwards their slots may be used again. Who computes a span is decided here."""
         if self._slots is not None:
             self._slots.add([(span, *self._rows(span.expert)) for span in spans])
             return
-        if self.takes_several:
-            compute, positions = self._compute, self.work.positions
-            works: list[Work] = []
-            parts: list[Span] = []
-            for span in spans:
-                rows = self._rows(span.expert) if positions is None else (_FIRST, (positions[span.expert],))
-                if span.num_segments == compute.num_segments:
-                    works.append((span, *rows))
-                else:
-                    parts.append(span)
-            if works:
-                compute.multiply(self.hidden, works, self.outputs)
-            spans = parts
+        compute, positions = self._compute, self.work.positions
+        works: list[Work] = []
         for span in spans:
-            self._one(span)
+            of_x, of_out = self._rows(span.expert) if positions is None else (_FIRST, (positions[span.expert],))
+            if span.num_segments < compute.num_segments:
+                self._compute_part(span, of_x)
+            elif len(of_x) <= compute.max_tokens:
+                works.append((span, of_x, of_out))
+            else:
+                x, rows = self._inputs(span.expert)
+                self.outputs[rows] = compute.whole(x, span)
+        if works:
+            compute.multiply(self.hidden, works, self.outputs)
 
     def _rows(self, expert: int) -> tuple[Sequence[int], Sequence[int]]:
         """Its rows of the hidden states, and of the outputs."""
@@ -379,82 +301,63 @@ class LayerCall:
         tokens = [row // work.top_k for row in rows]
         return tokens, rows if work.places is None else range(work.places[expert].start, work.places[expert].stop)
 
-    def _rows_there(self, expert: int) -> torch.Tensor:
-        """Its rows, on the device that computes. All experts' rows are copied at once; the host does not wait."""
-        if self._there is None:
-            rows, device = self.work.rows, self.hidden.device
-            assert rows is not None
-            self._there = rows
-            if not self.hidden.is_cpu:
-                every = torch.cat(list(rows.values())).to(device, non_blocking=True)
-                self._there = dict(zip(rows, every.split([len(some) for some in rows.values()]), strict=True))
-        return self._there[expert]
-
-    def _one(self, span: Span) -> None:
-        compute, work, expert, rows = self._compute, self.work, span.expert, None
+    def _inputs(self, expert: int) -> tuple[torch.Tensor, torch.Tensor | slice]:
+        """Its hidden states [n, H], and where its outputs [n, H] go, for torch. All experts' rows are copied to an
+        accelerator at once; the host does not wait.
+        """
+        work = self.work
         if work.positions is not None:
             row = work.positions[expert]
-            x, out = self.hidden, self.outputs[row : row + 1]
-        else:
-            rows = self._rows_there(expert)
-            x = self.hidden[rows // work.top_k]
-            if work.places is None:
-                out = torch.empty(len(rows), self.hidden.shape[1], dtype=compute.dtype, device=x.device)
-            else:
-                out, rows = self.outputs[work.places[expert]], None
-        if span.num_segments == compute.num_segments:
-            compute.whole(x, span, out)
-        else:
-            partial = self._partial.get(expert)
-            if partial is None:
-                partial = self._partial[expert] = PartialExpert(compute, x, out)
-            if not partial.add(span):
-                return
-            out = self._partial.pop(expert).out
-        if rows is not None:
-            self.outputs[rows] = out
+            return self.hidden, slice(row, row + 1)
+        assert work.rows is not None
+        rows = work.rows[expert]
+        if not self.hidden.is_cpu:
+            if not self._there:
+                every = torch.cat(list(work.rows.values())).to(self.hidden.device, non_blocking=True)
+                lengths = [len(some) for some in work.rows.values()]
+                self._there = dict(zip(work.rows, every.split(lengths), strict=True))
+            rows = self._there[expert]
+        return self.hidden[rows // work.top_k], rows if work.places is None else work.places[expert]
+
+    def _compute_part(self, span: Span, of_x: Sequence[int]) -> None:
+        part = self._partial.get(span.expert)
+        if part is None:
+            part = self._partial[span.expert] = _PartialExpert(self._compute, *self._inputs(span.expert))
+        if part.add(span):
+            self.outputs[part.rows] = part.output(span.expert)
+            del self._partial[span.expert]
 
 
-class PartialExpert:
-    """One expert whose spans come one by one; `add` is True when the output has been written."""
+class _PartialExpert:
+    """One expert whose spans come one by one, with hidden states `x` [n, H]; its output goes to `rows`."""
 
-    def __init__(self, compute: LayerCompute, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._compute = compute
-        self._x, self.out = x, out
+    def __init__(self, compute: LayerCompute, x: torch.Tensor, rows: torch.Tensor | slice) -> None:
+        self._compute, self._x, self.rows = compute, x, rows
         self._segments_left = compute.num_segments
         self._sum: torch.Tensor | None = None
-        self._is_native = compute.is_native(x)
-        if self._is_native or not compute.gathers:
-            self._sum = torch.zeros(out.shape, dtype=torch.float32, device=x.device)
-            return
-        width = compute.intermediate_size
-        self._inner = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
-        self._down = torch.empty(width, out.shape[1], dtype=compute.dtype, device=x.device)
+        if len(x) <= compute.max_tokens:
+            self._sum = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        else:
+            self._inner, self._down = compute.empty_inner(len(x), compute.geometry.intermediate_size)
 
     def add(self, span: Span) -> bool:
-        """Use a span's bytes; its slots may be used again afterwards."""
-        compute = self._compute
-        if self._is_native:
-            assert self._sum is not None
-            rows = range(len(self._x))
-            compute.multiply(self._x, ((span, rows, rows),), self._sum, adds=True)
-        elif self._sum is not None:
-            compute.add(self._x, span, self._sum)
-        else:
-            inner, down = compute.inner(self._x, span)
-            first = span.segment * down.shape[0] // span.num_segments
-            cut = slice(first, first + down.shape[0])
-            self._inner[:, cut], self._down[cut] = inner, down
-        self._segments_left -= span.num_segments
-        if self._segments_left:
-            return False
+        """Use a span's bytes; its slots may be used again afterwards. Whether it was the last one."""
         if self._sum is not None:
-            self.out.copy_(self._sum)
+            rows = range(len(self._x))
+            self._compute.multiply(self._x, ((span, rows, rows),), self._sum, adds=True)
         else:
-            torch.mm(self._inner, self._down, out=self.out)
-        if compute.down_bias is not None:
-            self.out += compute.down_bias[span.expert]
-        return True
+            inner, down = self._compute.inner(self._x, span)
+            first = span.segment * down.shape[0] // span.num_segments
+            some = slice(first, first + down.shape[0])
+            self._inner[:, some], self._down[some] = inner, down
+        self._segments_left -= span.num_segments
+        return not self._segments_left
+
+    def output(self, expert: int) -> torch.Tensor:
+        """[n, H]"""
+        compute = self._compute
+        out = torch.mm(self._inner, self._down) if self._sum is None else self._sum.to(compute.dtype)
+        return out if compute.down_bias is None else out.add_(compute.down_bias[expert])
 
 
 def _activation(module: Any, is_gated: bool, dtype: torch.dtype) -> Callable[..., torch.Tensor]:

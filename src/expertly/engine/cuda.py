@@ -7,7 +7,6 @@ through CudaStreams alone, so that they run without an accelerator, too, on one 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -18,14 +17,12 @@ from typing import Any
 
 import torch
 
-from expertly.core.costs import HostCompute, Link
 from expertly.core.errors import BudgetError, ConfigError, ModelUseError, TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes
 from expertly.engine.device import Device, DeviceKind
-from expertly.engine.host import MEASURED_NBYTES, measure_misses
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.reading import ExtentSource, HostPool, layer_rows
 from expertly.engine.transfer import LOOK_EVERY_S, Readers, slot_bytes
@@ -44,9 +41,6 @@ _STAGED_IDS, _STAGED_VALUES = 1 << 12, 1 << 16
 tokens, and of their hidden states or outputs.
 """
 
-_MEASURED_COPY_NBYTES = 16 << 20
-"""About an expert."""
-
 _WAKE = object()
 
 # -- the device ----------------------------------------------------------------------------------------------------
@@ -58,7 +52,6 @@ class _Transfer:
 
     span: Span
     is_prefetch: bool = False
-    stays: bool = False  # in the host tier
     was_read: bool = False  # from disk, for this transfer
     waits_for: set[Span] = field(default_factory=set)
     mark: Any = None
@@ -91,7 +84,7 @@ class CudaDevice:
         self.queues_uses = True
         self.waits: list[tuple[Any, Any]] = []
         self.stamp, self.between_ns, self.to_host = streams.stamp, streams.between_ns, streams.to_host
-        self.to_host_later, self.reach, self.to_device = streams.to_host_later, streams.reach, streams.to_device
+        self.to_host_later, self.reach = streams.to_host_later, streams.reach
         self.wait_for = streams.wait_for
         self._streams = streams
         self._geometry = geometry
@@ -120,24 +113,6 @@ class CudaDevice:
 
     def rows(self, layer: int) -> torch.Tensor:
         return self._rows[layer]
-
-    def hold(self, layer: int, experts: Sequence[int]) -> list[Span]:
-        """The spans of whole experts in the host tier. Waits until those that are not there have been read; raises what
-        reading raised. They stay: the tier has room for all experts.
-        """
-        assert self.tier.memory_nbytes >= self._geometry.nbytes, "nothing is evicted while the host computes with it"
-        wanted = [Span(layer, expert, 0, self._geometry.segments_per_expert, 0) for expert in experts]
-        begin = None
-        with self._lock:
-            self._needed.extend([_Transfer(span, stays=True) for span in wanted])
-            self._start()
-            while not all(spans := [self.tier.find(span) for span in wanted]):
-                begin = self._streams.stamp() if begin is None else begin
-                self._advance()
-                self._streams.block(self._changed)
-        if begin is not None:
-            self.waits.append((begin, self._streams.stamp()))
-        return list(itertools.chain.from_iterable(spans))
 
     def begin(self) -> None:
         if self._streams.is_capturing():
@@ -272,8 +247,6 @@ class CudaDevice:
             transfer = self._needed.popleft()
             found, reads = request
             self._await(transfer, reads)
-            if transfer.stays:
-                continue
             self._copy_found(transfer, found)
             if not reads:
                 self._copying.append(transfer)
@@ -296,7 +269,7 @@ class CudaDevice:
         transfer.waits_for.remove(host_span)
         if transfer.is_prefetch:
             self._in_host.append(transfer)
-        elif not transfer.stays:
+        else:
             self._copy(transfer, host_span)
             if not transfer.waits_for:
                 self._copying.append(transfer)
@@ -615,7 +588,7 @@ class CudaStreams(CopyThread):
         """How often the forward thread waited for what it had queued."""
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self._device = torch.device(device.type, index)
-        self._copy_stream, self._return_stream = torch.Stream(self._device), torch.Stream(self._device)
+        self._copy_stream = torch.Stream(self._device)
         self._staging: dict[tuple[torch.dtype, int, bool], torch.Tensor] = {}  # pinned, see `_pinned`
 
     def is_capturing(self) -> bool:
@@ -667,18 +640,6 @@ class CudaStreams(CopyThread):
     def reach(self, mark: Any) -> None:
         """Wait for a mark of the compute stream, in any thread."""
         mark.synchronize()
-
-    def to_device(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, for what is queued from now on: beside the kernels and copies that are queued. Its
-        pinned memory is used again after the next `to_host`.
-        """
-        here = self._pinned(values, _STAGED_VALUES).copy_(values)
-        compute_stream = torch.accelerator.current_stream(self._device)
-        with self._return_stream:
-            there = here.to(self._device, non_blocking=True)
-        compute_stream.wait_event(self._return_stream.record_event())
-        there.record_stream(compute_stream)
-        return there
 
     def _pinned(self, values: torch.Tensor, most: int) -> torch.Tensor:
         """Pinned memory for such values, the same for equal numbers of them from one side, up to `most`."""
@@ -752,24 +713,6 @@ class CudaGraphs:
 # -- the kind --------------------------------------------------------------------------------------------------------
 
 
-def _measure_misses(device: torch.device, dtype: torch.dtype) -> tuple[Link, HostCompute]:
-    pinned = torch.ones(MEASURED_NBYTES, dtype=torch.uint8, pin_memory=True)
-    there, stream = torch.empty(_MEASURED_COPY_NBYTES, dtype=torch.uint8, device=device), torch.Stream(device)
-    pieces = itertools.cycle(pinned.split(_MEASURED_COPY_NBYTES))
-
-    def copy() -> None:
-        with stream:
-            there.copy_(next(pieces), non_blocking=True)
-        stream.synchronize()
-
-    return measure_misses(dtype, copy, _MEASURED_COPY_NBYTES)
-
-
-def _empty_host_cache() -> None:
-    """torch.accelerator's, which torch has from 2.12 on."""
-    (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
-
-
 class _Cuda(DeviceKind):
     runs_on_host = False
 
@@ -807,11 +750,6 @@ class _Cuda(DeviceKind):
         # cuDNN's attention makes a plan for each new length, which takes longer than several tokens; torch has others.
         torch.backends.cuda.enable_cudnn_sdp(False)
         return CudaDevice(device, CudaStreams(device), store, geometry, slots_per_class, dtype, host_nbytes)
-
-    def miss_costs(self, device: torch.device, dtype: torch.dtype) -> tuple[Link, HostCompute]:
-        costs = _measure_misses(device, dtype)
-        _empty_host_cache()  # what was pinned for it
-        return costs
 
     def recorder(self, device: torch.device) -> CudaGraphs:
         return CudaGraphs(device)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 
-from expertly.core.costs import HostCompute, Link
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
@@ -96,12 +95,6 @@ class DeviceKind(Protocol):
         host_nbytes: int,
     ) -> Device:
         """A device with empty slots, and `host_nbytes` of RAM behind it."""
-
-    def miss_costs(self, device: torch.device, dtype: torch.dtype) -> tuple[Link, HostCompute] | None:
-        """Measures, in half a second, what copies to the device and products on the host cost, both at once; None
-        where the host is the device.
-        """
-        return None
 
     def recorder(self, device: torch.device) -> Any:
         """Makes graphs of kernels: see `model.graphs.Recorder`; None where the host queues none."""

@@ -13,11 +13,10 @@ from torch import nn
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan, Span
 from expertly.core.observation import Routed
-from expertly.engine.compute import Dispatch, Early, LayerCall, LayerCompute
+from expertly.engine.compute import EARLY_TOKENS, Dispatch, Early, LayerCall, LayerCompute
 from expertly.engine.device import Device, kind_of
-from expertly.engine.host import HostSide
 from expertly.engine.step_times import StepTimes
-from expertly.native.kernels import ChosenExperts, Kernels, choose_kernels
+from expertly.native.kernels import ChosenExperts, choose_kernels
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
 from expertly.scheduler.loop import Channel, Prefetcher, run_layer
 from expertly.scheduler.scheduler import Scheduler
@@ -87,7 +86,6 @@ class Shard:
         self.times = StepTimes(scheduler.geometry) if scheduler.allocation.is_configured else None
         self.remotes: Sequence[RemoteShard] = ()
         self._layers: list[LayerCompute] = []
-        self._host: HostSide | None = None
         self.begins_early = device.queues_uses and self.times is None
         """Whether layers may begin before the host knows which experts are chosen: the device is a CudaDevice."""
         self._has_all = False
@@ -100,19 +98,12 @@ class Shard:
         """Attach the experts modules, in layer order. `experts[layer][number]` is the number in the module of an expert
         of this shard; None: the same number.
         """
-
-        def computes(rows: Callable[[int], torch.Tensor], kernels: Kernels, *, gathers: bool) -> list[LayerCompute]:
-            held = [None] * len(modules) if experts is None else experts
-            num_segments, dtype = self.geometry.segments_per_expert, self.device.dtype
-            return [
-                LayerCompute(module, shape, num_segments, rows(layer), dtype, numbers, kernels, gathers=gathers)
-                for layer, (module, shape, numbers) in enumerate(zip(modules, self.geometry.layers, held, strict=True))
-            ]
-
-        self._layers = computes(self.device.rows, self.kernels, gathers=not self.device.queues_uses)
-        if self.scheduler.split is not None:
-            device = cast("CudaDevice", self.device)
-            self._host = HostSide(device, computes(device.tier.pool.rows, choose_kernels(), gathers=True))
+        held = [None] * len(modules) if experts is None else experts
+        num_segments, device = self.geometry.segments_per_expert, self.device
+        self._layers = [
+            LayerCompute(module, shape, num_segments, device.rows(layer), device.dtype, numbers, self.kernels)
+            for layer, (module, shape, numbers) in enumerate(zip(modules, self.geometry.layers, held, strict=True))
+        ]
 
     def predict_from(self, channel: Channel) -> Prefetcher:
         """From now on prefetch what comes out of this channel, which is told of passes by what this returns."""
@@ -133,8 +124,7 @@ class Shard:
         """
         self.device.begin()
         if self.begins_early and not self._has_all:  # what lacks nothing evicts nothing
-            is_fixed = self.scheduler.split is None and not self.scheduler.allocation.is_online
-            self._has_all = is_fixed and None not in self.scheduler.slots.whole
+            self._has_all = not self.scheduler.allocation.is_online and None not in self.scheduler.slots.whole
         if self.times is not None:
             now = self.device.stamp()
             self.moments.note(now, now, [], self.times.begin)
@@ -147,7 +137,7 @@ class Shard:
         experts stay resident and nobody looks at the choice (`is_seen`), the layer is complete: see `count`.
         """
         compute = self._layers[layer]
-        if not compute.can_begin_early(len(hidden)):
+        if compute.slots is None or len(hidden) > EARLY_TOKENS:
             return None
         first = self.geometry.first_expert_id(layer)
         spans = self.scheduler.slots.whole[first : first + self.geometry.layers[layer].num_experts]
@@ -163,9 +153,7 @@ class Shard:
         scheduler is to be asked at once.
         """
         scheduler = self.scheduler
-        if self.device.queues_uses or self.times is not None or scheduler.split is not None:
-            return None
-        if scheduler.allocation.is_online:
+        if self.device.queues_uses or self.times is not None or scheduler.allocation.is_online:
             return None
         first, slots = self.geometry.first_expert_id(layer), scheduler.slots.first_slot
         table = slots.buffer_info()[0] + first * slots.itemsize
@@ -202,12 +190,7 @@ class Shard:
         compute = _using(device, call.compute) if device.queues_uses else call.compute
         if early is not None:
             compute = self._without(early, router.experts, compute)
-        host, together = self._host, call.takes_several
-        if host is not None:
-            host.call = call
-        run_layer(self.scheduler, device, router, compute, self.prefetcher, routed, together=together, host=host)
-        if host is not None:
-            host.call = None  # its tensors may be large
+        run_layer(self.scheduler, device, router, compute, self.prefetcher, routed, together=call.takes_several)
         return call.outputs, device.waits
 
     def _without(
@@ -265,8 +248,6 @@ class Shard:
         """Wait until nothing moves, undo the running layer and drop all prefetches. Raises AssertionError or
         LookupError where an exception had stopped the scheduler half-way through a decision.
         """
-        if self._host is not None:
-            self._host.drain()
         self.device.drain()
         self.moments.drop()
         self.scheduler.abandon()
@@ -275,8 +256,6 @@ class Shard:
     def close(self) -> None:
         """Free threads, files and memory. Idempotent."""
         self._layers = []
-        if self._host is not None:
-            self._host.close()
         self.device.close()
 
 

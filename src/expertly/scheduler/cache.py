@@ -79,7 +79,6 @@ class Cache:
         tops: Sequence[int] | None,
         *,
         prompts_evict: bool,
-        evicts_whole: bool,
     ) -> None:
         """`tops`: for each layer, how many units of an expert it keeps, from its top; None: whole experts.
         `prompts_evict`: see the Scheduler.
@@ -91,7 +90,7 @@ class Cache:
         # Whether victims lose all their units, where layers keep whole experts. True once something was predicted: then
         # experts come unit by unit, and some units are cancelled; single free slots would scatter later experts over
         # many spans, each of which costs a launch.
-        self.evicts_whole = evicts_whole
+        self.evicts_whole = False
         self.slots = SlotTable(geometry, budget.pool_slots())
         # Whether layers keep parts of experts. Then quotas hold whole tops; the rest is for staging.
         self.is_split = tops is not None

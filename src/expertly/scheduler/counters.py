@@ -20,7 +20,6 @@ class PhaseCounters:
     hit_nbytes: int = 0
     loaded_nbytes: int = 0
     evicted_nbytes: int = 0
-    computed_on_host: int = 0  # of the misses, experts that the host computed from its own memory
     prefetched_nbytes: int = 0  # of the loaded bytes, those that were prefetched
     predicted: int = 0  # experts that predictions named, over all distances
     predicted_needed: int = 0

@@ -35,18 +35,6 @@ class Transport(Protocol):
         ...
 
 
-class Host(Protocol):
-    """Computes missing experts where they lie, in the host's memory, beside the device."""
-
-    def begin(self, router: RouterRan, experts: Sequence[int]) -> None:
-        """Begin with these experts of the running layer. Raises what bringing them into memory raised."""
-        ...
-
-    def end(self) -> None:
-        """Their outputs are there when this returns. Raises what computing them raised."""
-        ...
-
-
 def run_layer(
     scheduler: Scheduler,
     transport: Transport,
@@ -56,13 +44,11 @@ def run_layer(
     routed: Callable[[], Routed] | None = None,
     *,
     together: bool = False,
-    host: Host | None = None,
 ) -> None:
     """Compute every needed unit once.
 
     `compute` queues everything that reads the slots of some spans: of one span, or, with `together`, of all that are
     there. `routed` returns what the predictor may see of the router; None: the predictor does not follow this pass.
-    `host`: computes misses where the scheduler splits them.
     """
 
     def compute_each(spans: Sequence[Span]) -> None:
@@ -71,14 +57,14 @@ def run_layer(
 
     use = compute if together else compute_each
     cancelled: Sequence[Span] = ()
-    if prefetcher is not None or host is not None:
+    if prefetcher is not None:
         while (span := transport.poll()) is not None:
             is_awaited = scheduler.loaded(span)
             assert not is_awaited, "between layers nobody waits for a span"
         cancelled = transport.cancel(router.layer)
     plan = scheduler.begin_layer(router, cancelled)
     # All is there, as nearly always where memory is enough: a short way.
-    if prefetcher is None and not (plan.loads or plan.in_flight or plan.on_host or scheduler.deferred):
+    if prefetcher is None and not (plan.loads or plan.in_flight or scheduler.deferred):
         if plan.ready:
             use(plan.ready)
             scheduler.computed(plan.ready)
@@ -86,16 +72,10 @@ def run_layer(
         return
     if plan.loads:
         transport.submit(plan.loads)
-    if host is not None and plan.on_host:
-        host.begin(router, plan.on_host)
     if prefetcher is not None:
         prefetcher.router_ran(routed)
     for spans in _computing(scheduler, transport, plan, prefetcher, together=together):
         use(spans)
-    if host is not None and plan.on_host:
-        host.end()
-        if plan.following:
-            transport.prefetch(plan.following)
     scheduler.end_layer()
     if prefetcher is not None:
         prefetcher.layer_ended()

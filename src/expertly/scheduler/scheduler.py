@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
 from operator import add
-from typing import Protocol
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
@@ -19,23 +18,6 @@ from expertly.scheduler.cache import Cache
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.prefetch import PrefetchQueue
 from expertly.scheduler.slots import ABSENT, LOADING, PREFETCHING, QUEUED, RESIDENT
-
-_Lacking = tuple[int, list[int], list[int]]
-"""A position in the router's list, the absent units of its expert, and those of them that are kept."""
-
-
-class Split(Protocol):
-    """Says how many of a layer's missing experts the host computes from its own memory."""
-
-    def expert_ns(self, layer: int, num_tokens: int) -> float:
-        """How long the host takes for an expert that serves so many tokens."""
-        ...
-
-    def num_on_host(self, layer: int, tokens: Sequence[int], batch_tokens: int, num_coming: int) -> int:
-        """How many of the first of these missing experts, which serve so many tokens each, the host is to compute.
-        `num_coming`: units that are copied beside them in any case.
-        """
-        ...
 
 
 class Scheduler:
@@ -59,7 +41,6 @@ class Scheduler:
         ahead: str = "cache",
         prefetch: PrefetchOrder = ByScore(),  # noqa: B008 - holds nothing
         allocation: Allocation | None = None,
-        split: Split | None = None,
         predicts: bool = True,
     ) -> None:
         """`admission`: "always" keeps all that a layer needs; "best" what the eviction policy (a ScoredPolicy) values
@@ -67,21 +48,18 @@ class Scheduler:
         `prefill`, where all needed is kept: with "evict" a prompt's experts are kept as those of decode are; with
         "stream" they and what is prefetched meanwhile evict nothing: they take free slots, the rest is staged.
         `ahead`: prefetches go to the "cache", which evicts for them, or to free "staging" slots.
-        `split`: how many missing experts the host computes; None: none. `prefetch`: the order of the prefetch queue.
-        `predicts`: whether `predict` may be called.
+        `prefetch`: the order of the prefetch queue. `predicts`: whether `predict` may be called.
         """
         self.geometry = geometry
         self.budget = budget
         self.counters = [LayerCounters() for _ in geometry.layers]
         self.allocation = allocation or Uniform(geometry)
-        self.split = split
-        self.predicts = predicts or split is not None  # whether units may come that no layer waits for
+        self.predicts = predicts  # whether units may come that no layer waits for
         self.prompts_evict = prefill == "evict"
         self.keeps_best = admission == "best"
         self.cache = Cache(
             *(geometry, budget, make_policy, scope, self.counters, self.allocation.tops(budget.layer_quotas)),
             prompts_evict=self.prompts_evict,
-            evicts_whole=split is not None,
         )
         self.slots = self.cache.slots
         if self.allocation.is_online:
@@ -206,20 +184,16 @@ class Scheduler:
             self.cache.admit_best(router, needed, self.upcoming() if self.predicts else ())
         else:
             missing = self._admit_all(router, missing, needed)
-        lacking: list[_Lacking] = []
         every_kept = self.cache.partitions[router.layer].kept
         for position in missing:
             eid = needed[position]
             # Where experts are whole, the unit is the expert.
             is_absent = num_parts > 1 or slots.state[eid] == ABSENT
             absent = slots.in_state(eid, ABSENT) if num_parts > 1 else [eid]
-            if is_absent and absent:
-                kept = every_kept.get(eid, ())
-                to_keep = absent if len(kept) == num_parts else [unit for unit in absent if unit in kept]
-                lacking.append((position, absent, to_keep))
-        if self.split is not None and lacking:
-            lacking = self._give_to_host(router, lacking, plan, self.split)
-        for position, absent, to_keep in lacking:
+            if not (is_absent and absent):
+                continue
+            kept = every_kept.get(eid, ())
+            to_keep = absent if len(kept) == num_parts else [unit for unit in absent if unit in kept]
             if to_keep:
                 self._load(position, to_keep, plan.loads)
             if len(to_keep) < len(absent):
@@ -249,29 +223,6 @@ class Scheduler:
         eids = list(map(needed.__getitem__, evicting)), list(map(needed.__getitem__, filling))
         cache.admit(router.layer, *eids, self._protected() if evicting else ())
         return evicting + filling
-
-    def _give_to_host(self, router: RouterRan, lacking: list[_Lacking], plan: Plan, split: Split) -> list[_Lacking]:
-        """Have the host compute some of the experts that are wholly absent; returns the others. First come those that
-        it computes soonest, of these first those that are not kept. One that is kept is loaded all the same, for later
-        layers, but only while no prefetch is in flight: more would delay loads, and outputs of the host.
-        """
-        layer, num_tokens, num_parts = router.layer, router.num_tokens, self.slots.num_parts
-        absent = [entry for entry in lacking if len(entry[1]) == num_parts]
-        absent.sort(key=lambda entry: (split.expert_ns(layer, num_tokens[entry[0]]), bool(entry[2])))
-        num_coming = _num_units(plan.in_flight)
-        num_coming += sum([len(units) for _, units, _ in lacking if len(units) < num_parts])
-        tokens = [num_tokens[position] for position, *_ in absent]
-        on_host = absent[: split.num_on_host(layer, tokens, router.batch_tokens, num_coming)]
-        for position, units, kept in on_host:
-            eid = units[0] // num_parts
-            plan.on_host.append(router.experts[position])
-            phase = self.counters[layer].phase(router.is_decode[position])
-            phase.computed_on_host += num_tokens[position] > 0
-            if kept and self.slots.prefetching:
-                self.cache.partition_of(eid).drop(eid, kept)
-            elif kept:
-                plan.following += self._prefetch(eid, kept)
-        return [entry for entry in lacking if entry not in on_host]
 
     def _load(self, position: int, units: Sequence[int], loads: list[Span]) -> None:
         """Give units slots, of which there are enough, and add their spans to `loads`."""

@@ -19,7 +19,7 @@ from expertly.policies.learned import LearnedState
 from expertly.policies.prediction import ALL_LAYERS, Predictor
 from expertly.policies.registry import ALLOCATIONS, EVICTIONS, PREDICTORS, PREFETCHES, OrNone, Registry
 from expertly.scheduler.budget import Budget, allocate
-from expertly.scheduler.scheduler import Scheduler, Split
+from expertly.scheduler.scheduler import Scheduler
 
 P = TypeVar("P", bound=Policy)
 
@@ -117,17 +117,8 @@ class System:
         """Of a predictor that must be trained before (`expertly lab train`): the class of its weights."""
         return None if self._predictor is None else self._predictor.weights
 
-    @property
-    def can_share_misses(self) -> bool:
-        """Whether the host may compute some of a layer's misses: layers keep whole experts, but not all."""
-        return self.loop == OVERLAPPED and not self.keeps_everything and not ALLOCATIONS[self.allocation].splits
-
-    def scheduler(
-        self, geometry: Geometry, budget: Budget, known: Known = NOTHING, split: Split | None = None
-    ) -> Scheduler:
-        """The scheduler of this system. `split`: of misses, where the system can share them with the host. Raises
-        ConfigError where `known` lacks what a policy needs.
-        """
+    def scheduler(self, geometry: Geometry, budget: Budget, known: Known = NOTHING) -> Scheduler:
+        """The scheduler of this system. Raises ConfigError where `known` lacks what a policy needs."""
         eviction = self._eviction or EVICTIONS["lru"]  # never asked where everything is kept
         return Scheduler(
             geometry,
@@ -139,7 +130,6 @@ class System:
             ahead=self.ahead,
             prefetch=PREFETCHES[self.prefetch].make(self.options_of("prefetch")),
             allocation=self._allocation(geometry, known),
-            split=split if self.can_share_misses else None,
             predicts=self.prediction != "none",
         )
 
