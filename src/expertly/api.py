@@ -269,7 +269,7 @@ def _open_dense(chosen: _Chosen, engine: Engine) -> Any:
     if recorder is not None and engine.executor is home:
         use_graphs(loaded, home.kernels, recorder)
     if not home.device.queues_uses:
-        home.kernels.stopped = use_programs(loaded, home.kernels)
+        use_programs(loaded, home.kernels)
     if chosen.division.room is not None:
         check_passes(loaded, chosen.division.room.check)
     return loaded

@@ -680,8 +680,6 @@ class CudaStreams(CopyThread):
 class CudaGraphs:
     """See `model.graphs.Recorder`. The default stream records nothing, and other threads go on with what they do."""
 
-    has_others = False
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()

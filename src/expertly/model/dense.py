@@ -1,4 +1,4 @@
-"""The dense part of a loaded model at a few tokens: linear layers, norms and attention by the compiled kernels.
+"""The dense part of a loaded model at a few tokens: linear layers, routers, norms and attention by compiled kernels.
 
 A module is changed where it does what the kernel does, which is found by what it computes and not by its name; prompts,
 gradients, mixed dtypes, other devices, and what is not on a closed list (closed.py), stay transformers' and torch's.
@@ -19,14 +19,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.functional import linear
-from torch.nn.modules.module import _has_any_global_hook  # type: ignore[attr-defined]
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from expertly.model.closed import ARITHMETIC, does_only, stand_in, takes_one, undecorated
-from expertly.model.hooks import CACHE, look_alike, places
+from expertly.model.hooks import CACHE, AsTried, look_alike, original_of, places
 from expertly.model.tiled import TiledLayer
 from expertly.native.kernels import NORM_STYLES, Kernels, Projections, are_plain
 
@@ -36,8 +35,8 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> int:
 
     They differ from torch's in the order of summation, and attention rounds once where torch's may round its weights.
     """
-    changed = _use_products(model, kernels) + _use_functional(model, kernels) + _use_norms(model, kernels)
-    _use_routers(model, kernels)  # which are among those of the second
+    changed = _use_linear(model, kernels) + _use_norms(model, kernels)
+    _use_routers(model, kernels)  # which are among those of the first
     return changed + _use_attention(model, kernels)
 
 
@@ -48,26 +47,42 @@ def _is_taken(tensor: torch.Tensor, kernels: Kernels) -> bool:
 # -- linear layers -----------------------------------------------------------------------------------------------------
 
 
-def _use_products(model: nn.Module, kernels: Kernels) -> int:
-    modules: list[Any] = [
-        module for module in model.modules() if type(module) is nn.Linear and kernels.most_tokens(module.weight.dtype)
-    ]
+def _use_linear(model: nn.Module, kernels: Kernels) -> int:
+    """Modules with a matrix whose forward calls F.linear, as linear layers and routers do: the same code with our F."""
+    ours, kinds = _Functional(kernels), dict[Any, Any]()
+    modules: list[Any] = [module for module in model.modules() if _calls_linear(module, kernels)]
     for module in modules:
-        module.__class__ = FewTokensLinear
-        module._expertly_kernels = kernels
+        original: Any = type(module)
+        if original not in kinds:
+            code, names = original.forward.__code__, {**original.forward.__globals__, "F": ours}
+            forward = FunctionType(code, names, "forward", original.forward.__defaults__)
+            forward.__kwdefaults__ = original.forward.__kwdefaults__
+            kinds[original] = look_alike(original, forward=forward)
+        module.__class__ = kinds[original]
     return len(modules)
 
 
-class FewTokensLinear(nn.Linear):
-    """An nn.Linear whose product is the compiled one for a few tokens."""
+def _calls_linear(module: Any, kernels: Kernels) -> bool:
+    forward, weight = type(module).forward, module._parameters.get("weight")
+    return (
+        type(forward) is FunctionType
+        and forward.__closure__ is None
+        and {"F", "linear"} <= set(forward.__code__.co_names)
+        and forward.__globals__.get("F") is functional
+        and weight is not None
+        and weight.dim() == 2
+        and _is_taken(weight, kernels)
+    )
 
-    _expertly_kernels: Kernels
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _linear_of(self._expertly_kernels, input, self.weight, self.bias)
+class _Functional:
+    """torch.nn.functional but for `linear` of few tokens."""
 
+    def __init__(self, kernels: Kernels) -> None:
+        self.linear = partial(_linear_of, kernels)
 
-FewTokensLinear.__name__ = FewTokensLinear.__qualname__ = "Linear"
+    def __getattr__(self, name: str) -> Any:
+        return getattr(functional, name)
 
 
 def _linear_of(
@@ -94,61 +109,7 @@ def _linear_of(
     return out
 
 
-def _use_functional(model: nn.Module, kernels: Kernels) -> int:
-    """Modules with a matrix of their own whose forward calls F.linear, as routers do: the same code with our F."""
-    ours = _Functional(kernels)
-    modules: list[Any] = [one for one in model.modules() if _is_taken_here(one, kernels)]
-    for module in modules:
-        original = type(module)
-        plain: Any = original.forward
-        forward = FunctionType(plain.__code__, {**plain.__globals__, "F": ours}, plain.__name__, plain.__defaults__)
-        forward.__kwdefaults__ = plain.__kwdefaults__
-        module.__class__ = look_alike(original, forward=forward)
-    return len(modules)
-
-
-def _is_taken_here(module: Any, kernels: Kernels) -> bool:
-    forward = type(module).forward
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
-    return (
-        type(forward) is FunctionType
-        and forward.__closure__ is None
-        and {"F", "linear"} <= set(forward.__code__.co_names)
-        and forward.__globals__.get("F") is functional
-        and weight is not None
-        and weight.dim() == 2
-        and _is_taken(weight, kernels)
-    )
-
-
-class _Functional:
-    """torch.nn.functional but for `linear` of few tokens."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self.linear = partial(_linear_of, kernels)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(functional, name)
-
-
-# -- routers -----------------------------------------------------------------------------------------------------------
-
-ROUTER_NAMES = ARITHMETIC | {"hidden_dim", "weight", "bias", "top_k", "norm_topk_prob"}
-"""What a router's forward may look up that is no more than what is tried."""
-
-
-def _use_routers(model: nn.Module, kernels: Kernels) -> int:
-    """Logits, weights and ids of the chosen in one call, in modules that were found to compute them so."""
-
-    def kind_of(module: Any) -> Any:
-        if not hasattr(module, "top_k") or not _is_listed(module, ROUTER_NAMES):
-            return None
-        parameters = {name: (tuple(one.shape), one.dtype) for name, one in module.named_parameters(recurse=False)}
-        if not {"weight"} <= parameters.keys() <= {"weight", "bias"} or not _is_taken(module.weight, kernels):
-            return None
-        return type(module), *parameters.values(), module.top_k, vars(module).get("norm_topk_prob")
-
-    return _use_tried(model, kind_of, _router_style_of, _become_router, kernels)
+# -- what is tried -----------------------------------------------------------------------------------------------------
 
 
 def _use_tried(model: nn.Module, kind_of: Any, style_of: Any, become: Any, kernels: Kernels) -> int:
@@ -165,43 +126,83 @@ def _use_tried(model: nn.Module, kind_of: Any, style_of: Any, become: Any, kerne
     return num_changed
 
 
+def _is_listed(module: nn.Module, names: Set[str]) -> bool:
+    """Whether a module without others in it makes something of one tensor, by its parameters and `names` alone."""
+    forward = type(module).forward
+    is_whole = next(module.children(), None) is None and next(module.buffers(), None) is None
+    return is_whole and does_only(forward, names, type(module)) and takes_one(forward)
+
+
+def _outcome(module: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
+    """What a module makes of `x` with these parameters; None where it fails."""
+    try:
+        with torch.no_grad():
+            return torch.func.functional_call(module, parameters, (x,))
+    except Exception:  # whatever it is, it is not what is looked for
+        return None
+
+
+def _is_near(made: torch.Tensor, expected: torch.Tensor, rtol: float, ulps: int, atol: float = 0.0) -> bool:
+    """Whether they differ by no more than another order of summation: `rtol` in float32, in other dtypes few numbers by
+    `ulps`.
+    """
+    is_wide = expected.dtype == torch.float32
+    rtol = rtol if is_wide else ulps * torch.finfo(expected.dtype).eps
+    is_close = torch.allclose(made.float(), expected.float(), rtol=rtol, atol=atol)
+    return is_close and (is_wide or float((made != expected).float().mean()) <= 0.02)
+
+
+# -- routers -----------------------------------------------------------------------------------------------------------
+
+ROUTER_NAMES = ARITHMETIC | {"hidden_dim", "weight", "bias", "top_k", "norm_topk_prob"}
+"""What a router's forward may look up that is no more than what is tried."""
+
+
+def _use_routers(model: nn.Module, kernels: Kernels) -> int:
+    """Logits, weights and ids of the chosen in one call, in modules that were found to compute them so."""
+
+    def kind_of(module: Any) -> Any:
+        if not hasattr(module, "top_k") or not _is_listed(module, ROUTER_NAMES):
+            return None
+        parameters = {name: (tuple(each.shape), each.dtype) for name, each in module.named_parameters(recurse=False)}
+        if not {"weight"} <= parameters.keys() <= {"weight", "bias"} or not _is_taken(module.weight, kernels):
+            return None
+        return type(module), *parameters.values(), module.top_k, vars(module).get("norm_topk_prob")
+
+    return _use_tried(model, kind_of, _router_style_of, _become_router, kernels)
+
+
 def _router_style_of(module: Any, kernels: Kernels) -> tuple[bool, torch.dtype] | None:
     """Whether the module normalises weights, and their dtype, tried with scores of which some are equal: the same
     experts, and their weights but for what another exp changes. None where it is another router.
     """
     generator = torch.Generator().manual_seed(0)
-    (num_experts, width), dtype = module.weight.shape, module.weight.dtype
-    found = {True, False}
-    of_weights, num_tried = dtype, 0
+    (num_experts, width), dtype, top_k = module.weight.shape, module.weight.dtype, module.top_k
+    styles, num_tried = {True, False}, 0
     for trial in range(8):
         weight = torch.randn(num_experts, width, generator=generator) * 2 * width**-0.5
         if trial % 2:
             weight[num_experts // 2 :] = weight[: num_experts - num_experts // 2].clone()
         parameters = {"weight": weight.to(dtype)}
-        bias = None
         if module._parameters.get("bias") is not None:
-            bias = parameters["bias"] = torch.randint(-2, 3, (num_experts,), generator=generator).to(dtype)
+            parameters["bias"] = torch.randint(-2, 3, (num_experts,), generator=generator).to(dtype)
         x = torch.randn(kernels.most_tokens(dtype), width, generator=generator).to(dtype)
-        try:
-            with torch.no_grad():
-                logits, weights, ids = torch.func.functional_call(module, parameters, (x,))
-            of_weights = weights.dtype
-            if of_weights not in (dtype, torch.float32) or weights.shape != (len(x), module.top_k):
-                return None
-            for is_normalised in tuple(found):
-                given = parameters["weight"], bias, module.top_k, of_weights
-                got = kernels.router(x, *given, is_normalised=is_normalised)
-                if got is None:  # another trial
-                    continue
-                num_tried += 1
-                rtol, most = (1e-5, 1.0) if of_weights == torch.float32 else (torch.finfo(of_weights).eps, 0.02)
-                is_near = torch.allclose(got[1].float(), weights.float(), rtol=rtol, atol=0)
-                is_near = is_near and bool((got[1] != weights).float().mean() <= most)
-                if not (is_near and torch.equal(got[0], logits) and torch.equal(got[2], ids)):
-                    found.discard(is_normalised)
-        except Exception:  # whatever it is, it is another router
+        routed = _outcome(module, parameters, x)
+        if not isinstance(routed, tuple) or [getattr(part, "dim", int)() for part in routed] != [2, 2, 2]:
             return None
-    return (max(found), of_weights) if found and num_tried >= 8 else None
+        logits, weights, ids = routed
+        if weights.dtype not in (dtype, torch.float32) or weights.shape != (len(x), top_k):
+            return None
+        for is_normalised in tuple(styles):
+            arguments = parameters["weight"], parameters.get("bias"), top_k, weights.dtype
+            made = kernels.router(x, *arguments, is_normalised=is_normalised)
+            if made is None:  # another trial
+                continue
+            num_tried += 1
+            is_same = torch.equal(made[0], logits) and torch.equal(made[2].to(ids.dtype), ids)
+            if not (is_same and _is_near(made[1], weights, 1e-5, 1)):
+                styles.discard(is_normalised)
+    return (max(styles), weights.dtype) if styles and num_tried >= 8 else None
 
 
 def _become_router(module: Any, style: tuple[bool, torch.dtype], kernels: Kernels) -> None:
@@ -250,34 +251,25 @@ def _epsilon_of(module: Any) -> float | None:
     parameters = dict(module.named_parameters(recurse=False))
     if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or not _is_listed(module, _NORM_NAMES):
         return None
-    found = [value for name, value in vars(module).items() if "eps" in name and isinstance(value, float)]
-    return found[0] if len(found) == 1 else None
+    epsilons = [value for name, value in vars(module).items() if "eps" in name and isinstance(value, float)]
+    return epsilons[0] if len(epsilons) == 1 else None
 
 
 def _style_of(module: Any, kernels: Kernels) -> tuple[float, str] | None:
-    """Its epsilon, and as which the module computes, but for what another order of summation changes: last bits in
-    float32, few numbers in other dtypes. None where it is none.
-    """
+    """Its epsilon, and as which the module computes. None where it is no norm."""
     epsilon: float = _epsilon_of(module)  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(0)
-    weight, width = module.weight, module.weight.shape[0]
-    tried = (torch.randn(width, generator=generator) + 1).to(weight.dtype)
+    dtype, width = module.weight.dtype, module.weight.shape[0]
+    weight = (torch.randn(width, generator=generator) + 1).to(dtype)
     x = torch.randn(16, width, generator=generator)
     x[8:] *= epsilon**0.5  # as large as the epsilon beside them
     x[12:] *= 30 / epsilon**0.5
-    x = x.to(weight.dtype)
-    try:
-        with torch.no_grad():
-            expected = torch.func.functional_call(module, {"weight": tried}, (x,))
-    except Exception:  # whatever it is, it is no norm
-        return None
-    if not isinstance(expected, torch.Tensor) or expected.shape != x.shape or expected.dtype != x.dtype:
+    x = x.to(dtype)
+    expected = _outcome(module, {"weight": weight}, x)
+    if not isinstance(expected, torch.Tensor) or expected.shape != x.shape or expected.dtype != dtype:
         return None
     for style in NORM_STYLES:
-        got = kernels.norm(x, tried, epsilon, style)
-        rtol, most = (2e-6, 1.0) if x.dtype == torch.float32 else (2 * torch.finfo(x.dtype).eps, 0.02)
-        is_near = torch.allclose(got.float(), expected.float(), rtol=rtol, atol=1e-7)
-        if is_near and (got != expected).float().mean() <= most:
+        if _is_near(kernels.norm(x, weight, epsilon, style), expected, 2e-6, 2, atol=1e-7):
             return epsilon, style
     return None
 
@@ -302,13 +294,6 @@ def _become_norm(module: Any, style: tuple[float, str], kernels: Kernels) -> Non
     module._expertly_norm = style
 
 
-def _is_listed(module: nn.Module, names: Set[str]) -> bool:
-    """Whether a module without others in it makes something of one tensor, by its parameters and `names` alone."""
-    forward = type(module).forward
-    is_whole = next(module.children(), None) is None and next(module.buffers(), None) is None
-    return is_whole and does_only(forward, names, type(module)) and takes_one(forward)
-
-
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 _NAME = "expertly"
@@ -331,24 +316,28 @@ def _use_attention(model: nn.Module, kernels: Kernels) -> int:
     num_changed = 0
     modules: list[Any] = list(model.modules())
     for module in modules:
-        if isinstance(module, PreTrainedModel) or not _asks_for_attention(type(module)):
+        config: Any = getattr(module, "config", None)
+        is_model = isinstance(module, PreTrainedModel) or not isinstance(config, PreTrainedConfig)
+        if is_model or not _asks_for_attention(type(module)) or not _computes(module, kernels):
             continue
-        config = getattr(module, "config", None)
-        tiled = next((part for part in module.modules() if isinstance(part, TiledLayer)), None)
-        first = next(module.parameters(), None)  # whose dtype the module computes in
-        is_taken = first is not None and _is_taken(first, kernels)
-        if tiled is not None:
-            is_taken = tiled._expertly_kernels is kernels
-        if isinstance(config, PreTrainedConfig) and is_taken:
-            is_eager = config._attn_implementation == "eager"
-            eager = _eager_as_tried(module, kernels) if is_eager else None
-            if eager is not None or config._attn_implementation == "sdpa":
-                module._expertly_kernels, module._expertly_eager = kernels, eager
-                module.config = NamesAttention(config)
-                num_changed += 1
-                _join_projections(module, kernels)
+        is_eager = config._attn_implementation == "eager"
+        eager = _eager_as_tried(module, kernels) if is_eager else None
+        if eager is not None or config._attn_implementation == "sdpa":
+            module._expertly_kernels, module._expertly_eager = kernels, eager
+            module.config = NamesAttention(config)
+            num_changed += 1
+            _join_projections(module, kernels)
     kernels.num_attention = 0  # they were tried
     return num_changed
+
+
+def _computes(module: nn.Module, kernels: Kernels) -> bool:
+    """Whether the kernels take the dtype that a module computes in: its parameters', or that of its tiles."""
+    tiled = next((part for part in module.modules() if isinstance(part, TiledLayer)), None)
+    if tiled is not None:
+        return tiled._expertly_kernels is kernels
+    first = next(module.parameters(), None)
+    return first is not None and _is_taken(first, kernels)
 
 
 @dataclass(frozen=True)
@@ -373,21 +362,20 @@ def _eager_as_tried(module: Any, kernels: Kernels) -> _Eager | None:
     mask = torch.zeros(2, 1, 3, 5)
     mask[0, :, :2, 3:] = torch.finfo(mask.dtype).min
     takes_softcap = "softcap" in inspect.signature(function).parameters
+    of_sinks = {} if sinks is None else {"s_aux": sinks}
     for scale in (0.3, 30.0):
         q, k, v = (torch.randn(2, heads, num, 16, generator=generator) for heads, num in sizes)
         for softcap in (0.0, 2.0) if takes_softcap else (0.0,):
-            bound: dict[str, Any] = {"softcap": softcap} if softcap else {}
-            more = bound if sinks is None else {**bound, "s_aux": sinks}
+            more = of_sinks | ({"softcap": softcap} if softcap else {})
             try:
                 with torch.no_grad():
                     expected = function(module, q, k, v, mask, scaling=scale, dropout=0.0, **more)[0]
             except Exception:  # whatever it is, it is another attention
                 return None
-            got = kernels.attention(q, k, v, scale, mask, sinks=sinks, softcap=softcap)
-            if expected.shape != got.shape or not torch.allclose(got, expected.float(), rtol=1e-3, atol=1e-3):
+            made = kernels.attention(q, k, v, scale, mask, sinks=sinks, softcap=softcap)
+            if expected.shape != made.shape or not torch.allclose(made, expected.float(), rtol=1e-3, atol=1e-3):
                 return None
-    heeded = {"softcap"} if takes_softcap else set()
-    return _Eager(function, IDLE | heeded | ({"s_aux"} if sinks is not None else set()))
+    return _Eager(function, IDLE | ({"softcap"} if takes_softcap else set()) | of_sinks.keys())
 
 
 def eager_of(module: nn.Module) -> Any:
@@ -400,8 +388,8 @@ def _asks_for_attention(kind: type[nn.Module]) -> bool:
     forward = undecorated(kind.forward)
     if forward is None or not {"_attn_implementation", "get_interface"} <= set(forward.__code__.co_names):
         return False
-    code = forward.__code__
-    texts = {text for one in code.co_consts for text in (one if isinstance(one, tuple) else (one,))}
+    constants = forward.__code__.co_consts
+    texts = {text for value in constants for text in (value if isinstance(value, tuple) else (value,))}
     return not texts & {"eager", "sdpa"}
 
 
@@ -436,28 +424,17 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As transformers' attention functions: query [B, H, n, D] over key and value [B, G, S, ...], to [B, n, H, W]; or
     what the linear layer of `then`, weight and bias, makes of it, [B, n, rows], where the kernel computes both.
-    `are_ours`: kernels have just written query, key and value, so they are plain.
     """
     asked: Callable[..., torch.Tensor] | None = module.__dict__.get("_expertly_asked")
     if asked is not None:
         return asked(query, key, value, {**more, "scaling": scaling}), None
+    if not is_native(module, query, key, value, attention_mask, scaling, more, are_ours):
+        function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(_name_of(module), eager_of(module))
+        return function(module, query, key, value, attention_mask, scaling=scaling, **more)  # type: ignore[no-any-return]
+    scale, softcap = query.shape[-1] ** -0.5 if scaling is None else scaling, more.get("softcap") or 0.0
     kernels: Kernels = module._expertly_kernels
-    name = _name_of(module)
-    is_known = _is_known(module, name, scaling, more)
-    if is_known and _is_native(kernels, query, key, value, attention_mask, more, are_ours):
-        out = kernels.attention(
-            query,
-            key,
-            value,
-            query.shape[-1] ** -0.5 if scaling is None else scaling,
-            attention_mask,
-            softcap=more.get("softcap") or 0.0,
-            sinks=more.get("s_aux"),
-            then=then,
-        )
-        return out, None
-    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_of(module))
-    return function(module, query, key, value, attention_mask, scaling=scaling, **more)  # type: ignore[no-any-return]
+    sinks = more.get("s_aux")
+    return kernels.attention(query, key, value, scale, attention_mask, softcap=softcap, sinks=sinks, then=then), None
 
 
 def _name_of(module: Any) -> str:
@@ -465,60 +442,33 @@ def _name_of(module: Any) -> str:
     return object.__getattribute__(module.config._expertly_config, "_attn_implementation")  # type: ignore[no-any-return]
 
 
-def _is_known(module: Any, name: str, scaling: Any, more: dict[str, Any]) -> bool:
-    """Whether the attention of this name is what the kernel computes, with these arguments."""
-    if name != "sdpa":
-        return name == "eager" and _is_known_eager(module, scaling, more)
-    is_known = ALL_ATTENTION_FUNCTIONS[name] is sdpa_attention_forward and (scaling is None or type(scaling) is float)
-    return is_known and (more.keys() <= IDLE or _are_known(more, IDLE))
-
-
-def is_native_attention(
-    module: Any, scaling: Any, more: dict[str, Any], mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
-) -> bool:
-    """Whether the kernel takes a token's attention over plain keys like these, whose queries are our kernels'."""
-    kernels: Kernels | None = module.__dict__.get("_expertly_kernels")
-    return (
-        kernels is not None
-        and _is_known(module, _name_of(module), scaling, more)
-        and _is_native(kernels, query, key, key, mask, more, True)
-    )
-
-
-def _is_known_eager(module: Any, scaling: Any, more: dict[str, Any]) -> bool:
-    """Whether the eager attention that the model asks for is what the kernel computes, with these arguments. Only it
-    gives its weights, so it computes when somebody collects them.
-    """
-    eager: _Eager | None = module._expertly_eager
-    if (
-        eager is None
-        or eager_of(module) is not eager.function
-        or type(scaling) is not float
-        or not _are_known(more, eager.known)
-        or more.get("s_aux") is not module._parameters.get("sinks")
-    ):
-        return False
-    collected = output_capturing._active_collector.get()
-    return collected is None or not any("attentions" in key for key in collected)
-
-
-def _are_known(arguments: Mapping[str, Any], known: Set[str]) -> bool:
-    """Whether each argument is a known one, or asks for nothing."""
-    return all(value is None or value is False or name in known for name, value in arguments.items())
-
-
-def _is_native(
-    kernels: Kernels,
+def is_native(
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    scaling: Any,
     more: dict[str, Any],
     are_ours: bool,
 ) -> bool:
+    """Whether the attention that a user asks for is what the kernel computes, with these arguments. `are_ours`: kernels
+    have just written query, key and value, so they are plain.
+    """
+    kernels: Kernels | None = module.__dict__.get("_expertly_kernels")
+    if kernels is None:
+        return False
+    name = _name_of(module)
+    if name == "sdpa":
+        is_known = ALL_ATTENTION_FUNCTIONS[name] is sdpa_attention_forward and (
+            (scaling is None or type(scaling) is float) and (more.keys() <= IDLE or _are_known(more, IDLE))
+        )
+    else:
+        is_known = name == "eager" and _is_known_eager(module, scaling, more)
     num_tokens, sinks = query.shape[2], more.get("s_aux")
     if (
-        not (are_ours or are_plain(query, key, value))
+        not is_known
+        or not (are_ours or are_plain(query, key, value))
         or num_tokens > kernels.most_tokens(query.dtype, None)
         or key.shape[:3] != value.shape[:3]
         or (key.shape[0], key.shape[3]) != (query.shape[0], query.shape[3])
@@ -543,6 +493,26 @@ def _is_native(
         and (mask.shape[3] == 1 or mask.stride(3) == 1)
         and (mask.dtype == torch.bool or mask.dtype in kernels.dtypes)
     )
+
+
+def _is_known_eager(module: Any, scaling: Any, more: dict[str, Any]) -> bool:
+    """Of the eager attention, which alone gives its weights, so that it computes when somebody collects them."""
+    eager: _Eager | None = module._expertly_eager
+    if (
+        eager is None
+        or eager_of(module) is not eager.function
+        or type(scaling) is not float
+        or not _are_known(more, eager.known)
+        or more.get("s_aux") is not module._parameters.get("sinks")
+    ):
+        return False
+    collected = output_capturing._active_collector.get()
+    return collected is None or not any("attentions" in key for key in collected)
+
+
+def _are_known(arguments: Mapping[str, Any], known: Set[str]) -> bool:
+    """Whether each argument is a known one, or asks for nothing."""
+    return all(value is None or value is False or name in known for name, value in arguments.items())
 
 
 # -- queries, keys and values -----------------------------------------------------------------------------------------
@@ -570,27 +540,10 @@ _NORMS = ("q_norm", "k_norm")
 class Joined:
     """What a module's own forward was found to do."""
 
-    parts: list[tuple[str, Any, Any, Any, list[tuple[str, int]]]]
-    """Name, module, class, the forward of its own class, and where its parameters are."""
+    parts: AsTried
     projections: Projections
     then: tuple[torch.Tensor, torch.Tensor | None] | None  # of the layer behind attention, where it can be joined
-    own: dict[str, Any]  # what the module tells attention beside what it is given
-    named: dict[str, str]  # the same of its tensors, by its names for them
-
-    def is_as_tried(self, module: Any) -> bool:
-        """Nobody replaced, moved or watches its parts since."""
-        modules = module._modules
-        for name, part, kind, forward, addresses in self.parts:
-            if modules.get(name) is not part or part.__class__ is not kind or kind.__base__.forward is not forward:
-                return False
-            if "forward" in part.__dict__ or part._forward_hooks or part._forward_pre_hooks:
-                return False
-            parameters = part._parameters
-            for name, address in addresses:
-                parameter = parameters.get(name)
-                if address != (0 if parameter is None else parameter.data_ptr()):
-                    return False
-        return not _has_any_global_hook()
+    more: dict[str, Any]  # what the module tells attention beside what it is called with
 
 
 def is_usual_attention(kind: type[nn.Module], more: Set[str] = frozenset()) -> bool:
@@ -614,8 +567,9 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
         return
     names = undecorated(as_tried).__globals__  # type: ignore[union-attr]
     rotate = names.get("apply_rotary_pos_emb")
+    linears = [getattr(module, name, None) for name in _LINEARS]
     norms = [norm for name in _NORMS if (norm := getattr(module, name, None)) is not None]
-    are_linear = all(type(getattr(module, name, None)) is FewTokensLinear for name in _LINEARS)
+    are_linear = all(type(part) is not nn.Linear and original_of(type(part)) is nn.Linear for part in linears)
     if not are_linear or not all(hasattr(norm, "_expertly_norm") for norm in norms):
         return
 
@@ -642,19 +596,16 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
         if few and joined is None and not self._expertly_is_tried:
             self._expertly_is_tried = True
             joined = self._expertly_joined = _try(self, original, hidden_states, position_embeddings, kernels, kwargs)
-        if not few or joined is None or not joined.is_as_tried(self):
+        if not few or joined is None or not joined.parts.holds():
             return original.forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
-        kept = None if cache is None else places(cache, self.layer_idx, hidden_states)
+        room = None if cache is None else places(cache, self.layer_idx, hidden_states)
         cos, sin = position_embeddings
-        query, key, value = kernels.projections(hidden_states, joined.projections, cos, sin, kept)
-        if cache is not None and kept is None:
-            told = {"kwargs": kwargs} if CACHE == "cache" else {}  # which a paged cache fills
-            key, value = cache.update(key, value, self.layer_idx, **told)
-        own = joined.own
-        if joined.named:
-            own = {**own, **{argument: getattr(self, name) for argument, name in joined.named.items()}}
-        how = {"then": joined.then, "are_ours": kept is not None, **own, **kwargs}
-        out, weights = _attention(self, query, key, value, attention_mask, **how)
+        query, key, value = kernels.projections(hidden_states, joined.projections, cos, sin, room)
+        if cache is not None and room is None:
+            of_paged = {"kwargs": kwargs} if CACHE == "cache" else {}
+            key, value = cache.update(key, value, self.layer_idx, **of_paged)
+        more = {"then": joined.then, "are_ours": room is not None, **joined.more, **kwargs}
+        out, weights = _attention(self, query, key, value, attention_mask, **more)
         if out.dim() == 4:
             out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
         return out, weights
@@ -667,46 +618,39 @@ def _try(
     module: Any, original: type, hidden: torch.Tensor, angles: Any, kernels: Kernels, kwargs: dict[str, Any]
 ) -> Joined | None:
     """What its own forward does with these tokens, where one call does the same."""
-    named = {name: one for name in (*_LINEARS, *_NORMS, "o_proj") if (one := getattr(module, name, None)) is not None}
-    linears, last = [named[name] for name in _LINEARS], named["o_proj"]
-    if type(last) is not type(linears[0]):
-        del named["o_proj"]
-    for one in named.values():
-        if any(it.dtype != hidden.dtype or not it.is_contiguous() for it in one.parameters(recurse=False)):
-            return None
-    norms = [(named[name].weight, *named[name]._expertly_norm) if name in named else None for name in _NORMS]
-    tried: list[Any] = []
+    linears, last = [getattr(module, name) for name in _LINEARS], module.o_proj
+    norms = [getattr(module, name, None) for name in _NORMS]
+    is_last_joined = type(last) is type(linears[0])
+    parts = [*linears, *(norm for norm in norms if norm is not None), *([last] if is_last_joined else [])]
+    tensors = [tensor for part in parts for tensor in part.parameters(recurse=False)]
+    if any(tensor.dtype != hidden.dtype or not tensor.is_contiguous() for tensor in tensors):
+        return None
+    calls: list[Any] = []
 
-    def asked(*given: Any) -> torch.Tensor:
-        tried.append(given)
-        return given[0].transpose(1, 2)  # type: ignore[no-any-return]
+    def asked(*call: Any) -> torch.Tensor:
+        calls.append(call)
+        return call[0].transpose(1, 2)  # type: ignore[no-any-return]
 
     module._expertly_asked = asked  # by `_attention`
     try:
         original.forward(module, hidden, angles, None, None, **kwargs)  # type: ignore[attr-defined]
     finally:
         del module._expertly_asked
-    if len(tried) != 1:
+    if len(calls) != 1:
         return None
-    query, key, value, more = tried[0]
-    own = {argument: given for argument, given in more.items() if argument not in kwargs}
-    names = {id(one): name for name, one in module.named_parameters(recurse=False)}
-    tensors = {argument: given for argument, given in own.items() if isinstance(given, torch.Tensor)}
-    if not all(id(given) in names for given in tensors.values()):
+    query, key, value, arguments = calls[0]
+    more = {name: argument for name, argument in arguments.items() if name not in kwargs}
+    parameters = set(map(id, module.parameters(recurse=False)))
+    if not all(id(argument) in parameters for argument in more.values() if isinstance(argument, torch.Tensor)):
         return None
-    of_tensors = {argument: names[id(given)] for argument, given in tensors.items()}
-    others = {argument: given for argument, given in own.items() if argument not in tensors}
-    parts = []
-    for name, part in named.items():
-        addresses = [(key, 0 if value is None else value.data_ptr()) for key, value in part._parameters.items()]
-        parts.append((name, part, type(part), type(part).__base__.forward, addresses))  # type: ignore[union-attr]
-    then = (last.weight, last.bias) if "o_proj" in named else None
+    weights, biases = [part.weight for part in linears], [part.bias for part in linears]
+    of_norms = [None if norm is None else (norm.weight, *norm._expertly_norm) for norm in norms]
     num_angles = angles[0].shape[-1]
     for width in (num_angles, 2 * num_angles):  # of numbers that are rotated
         if width % 2 or width > module.head_dim:
             continue
-        weights, biases = [one.weight for one in linears], [one.bias for one in linears]
-        projections = Projections(weights, biases, norms, module.head_dim, width)
+        projections = Projections(weights, biases, of_norms, module.head_dim, width)
         if all(map(torch.equal, kernels.projections(hidden, projections, *angles), (query, key, value))):
-            return Joined(parts, projections, then, others, of_tensors)
+            then = (last.weight, last.bias) if is_last_joined else None
+            return Joined(AsTried(module), projections, then, more)
     return None

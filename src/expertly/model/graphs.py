@@ -17,18 +17,20 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model import routers
 from expertly.model.dense import ROUTER_NAMES, NamesAttention, eager_of, is_usual_attention
-from expertly.model.hooks import CACHE, experts_modules, look_alike, original_of
-from expertly.native.kernels import Kernels
+from expertly.model.hooks import CACHE, AsTried, experts_modules, look_alike, original_of
+from expertly.native.kernels import Kernels, UnsureError
 
 _NUM_COMPARED = 3
 """Tokens for which the graphs must give what the layer's own forward gives."""
+
+_TRIES = 8
+"""Tokens for which a layer is recorded again, where its router could not tell."""
 
 _NAMES = ROUTER_NAMES | {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "block_sparse_moe"}
 _NAMES |= {"residual_multiplier", "gate", "router", "experts", "input_size"}
@@ -46,9 +48,6 @@ _ATTENTION_NAMES = {"clip_qkv", "clamp_", "query_layernorm", "key_layernorm"}
 class Recorder(Protocol):
     """Makes the graphs of one model, which share memory: they run in the order in which they were recorded."""
 
-    has_others: bool
-    """Whether other layers may be recorded where one cannot be."""
-
     def begin(self) -> None:
         """What this thread queues is recorded from now on, and does not run. Raises RuntimeError."""
 
@@ -60,13 +59,13 @@ class Recorder(Protocol):
 
 
 def use_graphs(
-    model: PreTrainedModel, kernels: Kernels, recorder: Recorder, make: Callable[..., LayerGraphs] | None = None
-) -> int:
+    model: PreTrainedModel, kernels: Kernels, recorder: Recorder, make: type[LayerGraphs] | None = None
+) -> None:
     """From the first token that is decoded on, in those MoE layers of a loaded model where it is found to be possible.
-    `kernels` counts the layers that ran so. `make`: in place of LayerGraphs. Returns how many layers have code that is
-    not on the lists.
+    `kernels` counts the layers that ran so, and those that stay as they are by what stopped them, as it is found out.
+    `make`: in place of LayerGraphs.
     """
-    shared, num_unknown = _Shared(recorder, kernels), 0
+    shared = _Shared(recorder, kernels)
     paths = {module: path for path, module in model.named_modules()}
     for module in experts_modules(model):
         path = paths[module].rpartition(".")[0]
@@ -84,8 +83,7 @@ def use_graphs(
             layer.__class__ = look_alike(original, forward=_forward_of(original))
             layer._expertly_graphs = (make or LayerGraphs)(layer, original, module, router, shared)
         else:
-            num_unknown += 1
-    return num_unknown
+            kernels.stopped["code that is not on a list"] += 1
 
 
 def _looks_up(module: nn.Module) -> set[str]:
@@ -111,79 +109,85 @@ class _Shared:
 
     def __init__(self, recorder: Recorder, kernels: Kernels) -> None:
         self.recorder, self.kernels = recorder, kernels
-        self.can_record = True
         self.fixed: tuple[torch.Tensor, ...] = ()  # where graphs read the angles
-        self._given: Any = ()  # what was copied there last
+        self.angles: Any = None  # which were copied there last
 
-    def keep_angles(self, angles: Any) -> None:
-        if list(map(id, self._given)) != list(map(id, angles)):
-            self.fixed = self.fixed or tuple(map(torch.empty_like, angles))
-            for there, here in zip(self.fixed, angles, strict=True):
-                there.copy_(here)
-            self._given = angles
+    def keep(self, angles: Any) -> bool:
+        """Have graphs read these angles. False where they are not of the kind of the first ones."""
+        if not isinstance(angles, tuple):
+            return False
+        if not self.fixed:
+            with torch.inference_mode(False):
+                self.fixed = tuple(map(torch.empty_like, angles))
+        if [(part.shape, part.dtype) for part in angles] != [(part.shape, part.dtype) for part in self.fixed]:
+            return False
+        for place, part in zip(self.fixed, angles, strict=True):
+            place.copy_(part)
+        self.angles = angles
+        return True
 
 
 class LayerGraphs:
     """The graphs of one layer, and the tensors that they read and write, which stay where they are. The layer has
-    them, and is told to each method: so it is freed with its model.
+    them, and is passed to each method: so it is freed with its model.
     """
 
     def __init__(self, layer: Any, original: Any, experts: Any, router: Any, shared: _Shared) -> None:
         self._original, self._experts, self._router, self._shared = original, experts, router, shared
         self._attention = layer.self_attn
-        self.num_compared = 0
-        self._layer = experts._expertly_layer
-        self._why = ""  # it cannot be recorded
-        self._replays: list[Callable[[], None]] = []
+        self._tried = AsTried(layer, observed=router)
+        self.num_compared = self._num_unsure = 0
+        self._replays: list[Any] = []
         self._at = SimpleNamespace()  # tensors by their names
-        self._own: dict[str, Any] = {}  # what attention is told beside what the layer is given
-        self._passed: tuple[str, ...] = ()  # of what the layer is given, what attention is told
-        within = set(experts.modules())
-        self._modules = [one for one in layer.modules() if one not in within and one is not layer]
-        modules = {layer, experts, *self._modules}
-        self._places = [
-            (parent._modules, name, child, type(child))
-            for parent in modules
-            for name, child in parent._modules.items()
-            if child in modules
-        ]
-        self._kept = [(of, name) for one in self._modules for of in (one._parameters, one._buffers) for name in of]
-        self._addresses = [0 if (it := of.get(name)) is None else it.data_ptr() for of, name in self._kept]
+        self._scaling: Any = None  # of attention
+        self._more: dict[str, Any] = {}  # what attention is called with beside what the layer is called with
+        self._passed: frozenset[str] = frozenset()  # of what the layer is called with, what attention is called with
 
     def takes(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether this is a token of a loaded model as it was recorded, which nobody watches, trains or changed."""
-        angles, fixed = kwargs.get("position_embeddings"), self._shared.fixed
-        return (
-            hidden.shape[:2] == (1, 1)
-            and layer.self_attn is self._attention
-            and isinstance(angles, tuple)
-            and type(kwargs.get(CACHE)) in (type(None), DynamicCache)
-            and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled(hidden.device.type)
-            and not layer.training
-            and not self._is_watched()
-            and (not fixed or [(it.shape, it.dtype) for it in angles] == [(it.shape, it.dtype) for it in fixed])
-            and (not self._replays or self._at.hidden.dtype == hidden.dtype)
-            and set(self._passed) <= kwargs.keys()
-            and self._addresses == [0 if (it := of.get(name)) is None else it.data_ptr() for of, name in self._kept]
-        )
+        shared, like = self._shared, getattr(self._at, "hidden", hidden)
+        angles = kwargs.get("position_embeddings")
+        if (
+            hidden.shape[:2] != (1, 1)
+            or type(hidden) is not type(like)
+            or (hidden.dtype, hidden.device) != (like.dtype, like.device)
+            or type(kwargs.get(CACHE)) not in (type(None), DynamicCache)
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled(hidden.device.type)
+            or layer.training
+            or not vars(self._attention).get("_expertly_is_tried", True)  # its first tokens join its projections
+            or not kwargs.keys() >= self._passed
+        ):
+            return False
+        for look in self._router._forward_hooks.values():
+            if look.__module__ != routers.__name__:  # ours look at routers
+                return False
+        return self._tried.holds() and (angles is shared.angles or shared.keep(angles))
 
     def prove(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Record what is not recorded, and compare; False where this layer is to stay as it is."""
+        reason = "other numbers than the layer's own"
         with torch.inference_mode(False), torch.no_grad():
-            if not self._replays and not self._record(layer, hidden, kwargs):
-                return False
-            self.num_compared += 1
             try:
-                return self._is_same(layer, hidden, kwargs)
-            except RuntimeError as error:
-                self._why = str(error)
-                return False
+                if not self._replays:
+                    self._record(layer, hidden, kwargs)
+                if self._is_same(layer, hidden, kwargs):
+                    self.num_compared += 1
+                    return True
+            except UnsureError:  # another token may do
+                reason = "a router that cannot tell its choice"
+                self._num_unsure += 1
+                if self._num_unsure < _TRIES:
+                    return True
+            except RuntimeError as error:  # of a kernel that cannot be recorded, or of memory
+                reason = str(error)
+        self._shared.kernels.stopped[reason] += 1
+        return False
 
     def run(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The layer. What leaves it is copied: the next token is computed in the same memory."""
         at, (before, between, behind) = self._at, self._replays
-        self._set(hidden, kwargs)
+        at.hidden.copy_(hidden)
         before()
         self._attend(kwargs)
         between()
@@ -196,12 +200,13 @@ class LayerGraphs:
         """As the layer's own forward does between its projections and the layer behind attention."""
         at, attention, cache = self._at, self._attention, kwargs.get(CACHE)
         key, value = at.key, at.value
-        told = {name: kwargs[name] for name in self._passed}
+        passed = {name: kwargs[name] for name in self._passed}
         if cache is not None:
-            of_paged = {"kwargs": told} if CACHE == "cache" else {}
+            of_paged = {"kwargs": passed} if CACHE == "cache" else {}
             key, value = cache.update(key, value, attention.layer_idx, **of_paged)
         ask = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_of(attention))
-        at.attended.copy_(ask(attention, at.query, key, value, kwargs.get("attention_mask"), **self._own, **told)[0])
+        more = {**self._more, **passed, "scaling": self._scaling}
+        at.attended.copy_(ask(attention, at.query, key, value, kwargs.get("attention_mask"), **more)[0])
 
     def _mix(self) -> None:
         """Tell those who look at the router what it chose, and have the experts computed."""
@@ -209,24 +214,23 @@ class LayerGraphs:
         ids, weights = at.chosen[1].clone(), at.chosen[2].clone()
         if looks := self._router._forward_hooks.values():
             same = {id(at.chosen[1]): ids, id(at.chosen[2]): weights}
-            routed = tuple([same[id(one)] if id(one) in same else one.clone() for one in at.routed[2]])
+            routed = tuple([same[id(part)] if id(part) in same else part.clone() for part in at.routed[2]])
             for look in looks:
                 look(self._router, at.routed[0], at.routed[1], routed)
         at.mixed.copy_(self._experts(at.chosen[0], ids, weights))
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
-    def _record(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        shared, at, recorder = self._shared, self._at, self._shared.recorder
-        if not shared.can_record:
-            return False
+    def _record(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        at, recorder = self._at, self._shared.recorder
         replays: list[Callable[[], None]] = []
 
-        def attended(*asked: Any) -> torch.Tensor:
+        def attended(*call: Any) -> torch.Tensor:
             replays.append(recorder.end())
-            at.query, at.key, at.value, told = asked
-            self._passed = tuple(name for name in told if name in kwargs and told[name] is kwargs[name])
-            self._own = {name: one for name, one in told.items() if name not in self._passed}
+            at.query, at.key, at.value, more = call
+            self._scaling = more.pop("scaling")
+            self._passed = frozenset(name for name in more if name in kwargs and more[name] is kwargs[name])
+            self._more = {name: argument for name, argument in more.items() if name not in self._passed}
             at.attended = torch.zeros_like(at.query.transpose(1, 2), memory_format=torch.contiguous_format)
             recorder.begin()
             return at.attended  # type: ignore[no-any-return]
@@ -238,51 +242,47 @@ class LayerGraphs:
             return at.mixed  # type: ignore[no-any-return]
 
         at.hidden = hidden.clone()
-        shared.keep_angles(kwargs["position_embeddings"])
         try:
             recorder.begin()
-            at.out, at.routed = self._forward(layer, at.hidden, shared.fixed, kwargs, attended, mixed)
+            at.out, at.routed = self._forward(layer, at.hidden, self._shared.fixed, kwargs, attended, mixed)
             replays.append(recorder.end())
-        except RuntimeError as error:  # of a kernel that cannot be recorded, or of memory: so it is in other layers
-            recorder.abandon()
-            self._why = str(error)
-            shared.can_record = shared.recorder.has_others
-            return False
         except BaseException:
             recorder.abandon()
             raise
+        parameters = set(map(id, self._attention.parameters(recurse=False)))
+        tensors = [part for part in (self._scaling, *self._more.values()) if isinstance(part, torch.Tensor)]
+        if (
+            len(replays) != 3
+            or not isinstance(at.out, torch.Tensor)
+            or at.query.shape[-1] != at.value.shape[-1]
+            or not parameters >= set(map(id, tensors))
+        ):
+            raise RuntimeError("another order than attention, experts")
         self._replays = replays
-        kept = {id(one) for one in self._attention.parameters(recurse=False)}
-        return (
-            len(replays) == 3
-            and isinstance(at.out, torch.Tensor)
-            and at.query.shape[-1] == at.value.shape[-1]
-            and all(id(one) in kept for one in self._own.values() if isinstance(one, torch.Tensor))
-        )
 
     def _is_same(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Of this token, and of something else in place of what attention and experts give."""
-        at, found = self._at, list[torch.Tensor]()
+        at, expected = self._at, list[torch.Tensor]()
         before, between, behind = self._replays
-        self._set(hidden, kwargs)
+        at.hidden.copy_(hidden)
         before()
         at.attended.copy_(at.query.transpose(1, 2))
         between()
         at.mixed.copy_(at.chosen[0])
         behind()
 
-        def attended(*asked: Any) -> torch.Tensor:
-            found.extend(asked[:3])
+        def attended(*call: Any) -> torch.Tensor:
+            expected.extend(call[:3])
             return at.attended.clone()  # type: ignore[no-any-return]
 
         def mixed(*chosen: torch.Tensor) -> torch.Tensor:
-            found.extend(chosen)
+            expected.extend(chosen)
             return at.mixed.clone()  # type: ignore[no-any-return]
 
         out, routed = self._forward(layer, hidden, kwargs["position_embeddings"], kwargs, attended, mixed)
+        expected += [*routed[2], out]
         made = [at.query, at.key, at.value, *at.chosen, *at.routed[2], at.out]
-        expected = [*found, *routed[2], out]
-        if [one.shape for one in made] != [one.shape for one in expected]:
+        if [part.shape for part in made] != [part.shape for part in expected]:
             return False
         return bool(torch.stack([(a == b).all() for a, b in zip(made, expected, strict=True)]).all())  # waits once
 
@@ -291,9 +291,8 @@ class LayerGraphs:
     ) -> tuple[Any, Any]:
         """The layer's own forward, which asks these for what attention and experts give; and the router's call."""
         calls: list[Any] = []
-        given = {**kwargs, "position_embeddings": angles, CACHE: None}
         with self._replaced(attended, mixed, lambda _, *call: calls.append(call)):
-            out = self._original.forward(layer, hidden, **given)
+            out = self._original.forward(layer, hidden, **{**kwargs, "position_embeddings": angles, CACHE: None})
         if len(calls) != 1:
             raise RuntimeError("the router is not asked once")
         return out, calls[0]
@@ -314,22 +313,3 @@ class LayerGraphs:
             vars(attention)["config"], vars(router)["_forward_hooks"] = config, watching
             experts._expertly_runtime = runtime
             del attention._expertly_asked
-
-    def _set(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        self._at.hidden.copy_(hidden)
-        self._shared.keep_angles(kwargs["position_embeddings"])
-
-    def _is_watched(self) -> bool:
-        """Whether somebody is to be called, is called instead or changed a module; but for us, who look at routers."""
-        for siblings, name, one, kind in self._places:
-            if (
-                siblings.get(name) is not one
-                or type(one) is not kind
-                or one._forward_pre_hooks
-                or "forward" in one.__dict__
-                or (one._forward_hooks and one is not self._router)
-            ):
-                return True
-        looks = self._router._forward_hooks
-        strangers = [look for look in looks.values() if look.__module__ != routers.__name__] if looks else ()
-        return bool(strangers) or _has_any_global_hook()

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -104,6 +105,51 @@ def original_of(kind: Any) -> Any:
     while "_expertly_original" in vars(kind):
         kind = vars(kind)["_expertly_original"]
     return kind
+
+
+class AsTried:
+    """A module and those within it, as they were when they were tried."""
+
+    def __init__(self, root: Any, observed: Any = None) -> None:
+        """`observed`: may have forward hooks, which the caller calls."""
+        modules = list(root.modules())
+        kinds = {original_of(type(module)) for module in modules}
+        self._forwards = [(kind, kind.forward) for kind in kinds]
+        self._children = [
+            (parent._modules, name, child, type(child))
+            for parent in modules
+            for name, child in parent._modules.items()
+            if child is not None
+        ]
+        self._tensors = [
+            (tensors, name, 0 if tensor is None else tensor.data_ptr())
+            for module in modules
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+        ]
+        self._observed = observed
+
+    def holds(self) -> bool:
+        """Whether nobody replaced a child, a tensor or a class's forward since, and nobody is to be called. Hooks of
+        the root are its caller's.
+        """
+        for kind, forward in self._forwards:
+            if kind.forward is not forward:
+                return False
+        for siblings, name, child, kind in self._children:
+            if (
+                siblings.get(name) is not child
+                or type(child) is not kind
+                or "forward" in child.__dict__
+                or child._forward_pre_hooks
+                or (child._forward_hooks and child is not self._observed)
+            ):
+                return False
+        for tensors, name, address in self._tensors:
+            tensor = tensors.get(name)
+            if address != (0 if tensor is None else tensor.data_ptr()):
+                return False
+        return not _has_any_global_hook()
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------

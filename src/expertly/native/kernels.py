@@ -10,6 +10,7 @@ import os
 import struct
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -221,7 +222,7 @@ class ChosenExperts:
         table, num_experts, base, slot_nbytes = slots
         outputs = x.new_empty(ids.numel(), x.shape[1])
         self._kept = layer, outputs, tensors
-        self._numbers = array(
+        self.numbers = array(  # the last two: when the last call began and ended, of `time.perf_counter_ns`
             "q",
             (
                 *(*layer.formats, layer.num_inner, num_neurons, *layer.addresses, 0, *(0,) * 4),
@@ -229,11 +230,7 @@ class ChosenExperts:
                 *(weights_dtype, weights.data_ptr(), outputs.data_ptr(), out.data_ptr(), 0, 0),
             ),
         )
-        self.address = self._numbers.buffer_info()[0]
-
-    def times(self) -> Sequence[int]:
-        """When the last call began and ended, of `time.perf_counter_ns`."""
-        return self._numbers[-2:]
+        self.address = self.numbers.buffer_info()[0]
 
 
 class Projections:
@@ -264,6 +261,35 @@ class Projections:
         )
 
 
+def point_at(
+    call: array[int], k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dtypes: Mapping[torch.dtype, int]
+) -> None:
+    """Have a call of attention read these keys, values and mask."""
+    call[4], call[8], call[9] = k.shape[2], k.data_ptr(), v.data_ptr()
+    call[16], call[17], call[18] = k.stride()[:3]
+    call[19], call[20], call[21] = v.stride()[:3]
+    call[10] = 0
+    if mask is not None:
+        call[10], size = mask.data_ptr(), mask.element_size()
+        for number in range(3):
+            call[22 + number] = 0 if mask.shape[number] == 1 else mask.stride(number) * size
+        call[25] = BOOLEAN if mask.dtype == torch.bool else dtypes[mask.dtype]
+
+
+def put_into(call: array[int], places: Sequence[torch.Tensor] | None, length: int) -> None:
+    """Have a call of projections put keys and values of `length` tokens at the ends of `places`; None: beside the
+    queries.
+    """
+    if places is None:
+        call[-7] = call[-6] = 0
+        return
+    for number, place in enumerate(places):
+        of_sequence, of_head, of_token, _ = place.stride()
+        size = place.element_size()
+        call[number - 7] = place.data_ptr() + (place.shape[2] - length) * of_token * size
+        call[2 * number - 4], call[2 * number - 3] = of_sequence * size, of_head * size
+
+
 class Kernels:
     """The products of one device of one model. `library` is None where torch multiplies."""
 
@@ -286,7 +312,7 @@ class Kernels:
         self.num_attention = 0  # layers' attentions that were computed by the compiled kernels
         self.num_graphs = 0  # layers whose dense part an accelerator's graphs computed, for a token
         self.num_programs = 0  # layers that ran as a program, for a token
-        self.stopped: Mapping[str, int] = {}  # layers that are no program, by what stopped them
+        self.stopped: Counter[str] = Counter()  # layers that are no program, or graph, by what stopped them
         self.tape: Tape | None = None  # of who notes calls
 
     def _most_tokens(self, dtype: torch.dtype, weights: str | None = "") -> int:
@@ -328,25 +354,16 @@ class Kernels:
         num_neurons, width = out.shape[-1], x.shape[-1]
         if num_matrices is None:
             num_matrices = out.shape[0]
-        failed = self._call.products_dots(
-            *(self._level, self.dtypes[x.dtype], min(torch.get_num_threads(), self.max_threads)),
-            *(packed.buffer_info()[0], len(packed) // 4),
-            *(num_matrices, num_neurons, width, row_nbytes, matrix_nbytes),
-            *(x.data_ptr(), x.numel() // width),
+        arguments = (
+            *(self.dtypes[x.dtype], packed.buffer_info()[0], len(packed) // 4),
+            *(num_matrices, num_neurons, width, row_nbytes, matrix_nbytes, x.data_ptr(), x.numel() // width),
             (x.stride(0) if x.dim() == 2 else width) * x.element_size(),  # a dimension of 1 may have any stride
-            None if bias is None else bias.data_ptr(),
-            *(out.data_ptr(), out.numel() // (num_matrices * num_neurons)),
+            *(0 if bias is None else bias.data_ptr(), out.data_ptr(), out.numel() // (num_matrices * num_neurons)),
         )
-        if failed:
+        threads = min(torch.get_num_threads(), self.max_threads)
+        if self._call.products_dots(self._level, arguments[0], threads, *arguments[1:]):
             raise MemoryError(_FAILED)
         if self.tape is not None:
-            x_nbytes = (x.stride(0) if x.dim() == 2 else width) * x.element_size()
-            arguments = (
-                *(self.dtypes[x.dtype], packed.buffer_info()[0], len(packed) // 4),
-                *(num_matrices, num_neurons, width, row_nbytes, matrix_nbytes),
-                *(x.data_ptr(), x.numel() // width, x_nbytes, 0 if bias is None else bias.data_ptr()),
-                *(out.data_ptr(), out.numel() // (num_matrices * num_neurons)),
-            )
             self.tape.note("dots", arguments, (packed, x, bias, out))
 
     def sums(
@@ -436,41 +453,37 @@ class Kernels:
         lie side by side. `then`: what the linear layer of this weight [rows, H * W] and bias [rows], contiguous, makes
         of it instead, [B, n, rows], of at most most_tokens. Raises MemoryError.
         """
-        num_batches, num_heads, num_tokens, key_width = q.shape
-        _, num_key_heads, num_keys, value_width = v.shape
-        out = q.new_empty(num_batches, num_tokens, num_heads, value_width)
-        projected, linear = out, (0, 0, 0, 0)
+        num_batches, num_heads, num_tokens, _ = q.shape
+        out = q.new_empty(num_batches, num_tokens, num_heads, v.shape[3])
+        call = self.attention_call(q, k, v, out, sinks)
+        point_at(call, k, v, mask, self.dtypes)
+        projected = out
         if then is not None:
             weight, bias = then
             num_rows = weight.shape[0]  # len is ten times slower
             projected = q.new_empty(num_batches, num_tokens, num_rows)
-            address = 0 if bias is None else bias.data_ptr()
-            linear = weight.data_ptr(), address, num_rows, projected.data_ptr()
-        mask_strides: tuple[int, ...] = (0, 0, 0)
-        mask_dtype = BOOLEAN
-        if mask is not None:
-            size = mask.element_size()
-            mask_strides = tuple(
-                0 if n == 1 else stride * size for n, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)
-            )
-            mask_dtype = BOOLEAN if mask.dtype == torch.bool else self.dtypes[mask.dtype]
-        call = array(
-            "q",
-            (
-                *(num_batches, num_heads, num_key_heads, num_tokens, num_keys, key_width, value_width),
-                *(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if mask is None else mask.data_ptr()),
-                *(0 if sinks is None else sinks.data_ptr(), out.data_ptr()),
-                *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-                *(*mask_strides, mask_dtype, 0 if sinks is None else self.dtypes[sinks.dtype]),
-                *linear,
-            ),
-        )
+            call[-4], call[-3] = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+            call[-2], call[-1] = num_rows, projected.data_ptr()
         threads = min(torch.get_num_threads(), self.max_threads)
         dtype = self.dtypes[q.dtype]
         if self._call.attention(self._level, dtype, threads, call.buffer_info()[0], scale, softcap):
             raise MemoryError(_FAILED)
         self.num_attention += 1
         return projected
+
+    def attention_call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None
+    ) -> array[int]:
+        """The numbers of a call, without keys and values, see `point_at`, which are like `k` and `v`."""
+        num_batches, num_heads, num_tokens, key_width = q.shape
+        return array(
+            "q",
+            (
+                *(num_batches, num_heads, k.shape[1], num_tokens, 0, key_width, v.shape[3], q.data_ptr(), 0, 0, 0),
+                *(0 if sinks is None else sinks.data_ptr(), out.data_ptr(), *q.stride()[:3], *(0,) * 9),
+                *(BOOLEAN, 0 if sinks is None else self.dtypes.get(sinks.dtype, 0), 0, 0, 0, 0),
+            ),
+        )
 
     def projections(
         self,
@@ -489,37 +502,33 @@ class Kernels:
         num_sequences, length, hidden = x.shape
         num, itemsize, width = num_sequences * length, x.element_size(), layer.head_width
         out = x.new_empty(num * sum(layer.num_rows))
-        found, addresses, first, address = [], [], 0, out.data_ptr()
+        made, addresses, first, address = [], [], 0, out.data_ptr()
         for rows in layer.num_rows:
             if places is None or not first:
                 shape = num_sequences, rows // width, length, width
-                found.append(out.as_strided(shape, (length * rows, width, rows, 1), first))
+                made.append(out.as_strided(shape, (length * rows, width, rows, 1), first))
             addresses.append(address + first * itemsize)
             first += num * rows
-        kept = [0, 0, num_sequences, 0, 0, 0, 0]
-        if places is not None:
-            found += places
-            for i, place in enumerate(places):
-                of_sequence, of_head, of_token, _ = place.stride()
-                kept[i] = place.data_ptr() + (place.shape[2] - length) * of_token * itemsize
-                kept[3 + 2 * i : 5 + 2 * i] = of_sequence * itemsize, of_head * itemsize
         angles = cos.shape[-1]
         call = array(
             "q",
             (
                 *(num, hidden * itemsize, x.data_ptr()),
                 *(angles, cos.numel() // angles, cos.data_ptr(), sin.data_ptr()),
-                *(*addresses, *layer.addresses, *kept),
+                *(*addresses, *layer.addresses, 0, 0, num_sequences, 0, 0, 0, 0),
             ),
         )
+        if places is not None:
+            made += places
+            put_into(call, places, length)
+        dtype, numbers = self.dtypes[x.dtype], call.buffer_info()[0]
         threads = min(torch.get_num_threads(), self.max_threads)
-        how = self._level, self.dtypes[x.dtype], threads, call.buffer_info()[0]
-        if self._call.projections(*how, *layer.epsilons):
+        if self._call.projections(self._level, dtype, threads, numbers, *layer.epsilons):
             raise MemoryError(_FAILED)
         if self.tape is not None:
-            arguments = (how[1], how[3], *map(double_bits, layer.epsilons))
+            arguments = (dtype, numbers, *map(double_bits, layer.epsilons))
             self.tape.note("projections", arguments, (call, x, layer, cos, sin, out))
-        return found
+        return made
 
     def router(
         self,
@@ -563,18 +572,13 @@ class Kernels:
         """`x` [..., D], contiguous, over the root of its mean square and `epsilon`; weighed as NORM_STYLES says."""
         width = x.shape[-1]
         out = torch.empty_like(x)
-        self._call.norm(
-            *(self._level, self.dtypes[x.dtype], NORM_STYLES[style]),
-            *(x.numel() // width, width, x.data_ptr(), width * x.element_size()),
-            *(None if weight is None else weight.data_ptr(), epsilon, out.data_ptr()),
+        arguments = (
+            *(self.dtypes[x.dtype], NORM_STYLES[style], x.numel() // width, width, x.data_ptr()),
+            *(width * x.element_size(), 0 if weight is None else weight.data_ptr()),
         )
+        self._call.norm(self._level, *arguments, epsilon, out.data_ptr())
         if self.tape is not None:
-            arguments = (
-                *(self.dtypes[x.dtype], NORM_STYLES[style], x.numel() // width, width),
-                *(x.data_ptr(), width * x.element_size(), 0 if weight is None else weight.data_ptr()),
-                *(double_bits(epsilon), out.data_ptr()),
-            )
-            self.tape.note("norm", arguments, (x, weight, out))
+            self.tape.note("norm", (*arguments, double_bits(epsilon), out.data_ptr()), (x, weight, out))
         return out
 
     # -- quantised weights, in the tiles of a format -----------------------------------------------------------
@@ -597,22 +601,15 @@ class Kernels:
         """
         packed = array("q", tasks)
         num_inner, out_rows, num_neurons = out.shape
-        failed = self._call.tiles_dots(
-            *self._how(formats, x.dtype),
-            *(packed.buffer_info()[0], len(packed) // 4),
-            *(num_inner, num_neurons, x.shape[1], block_nbytes),
-            *(x.data_ptr(), x.shape[0], x.stride(0) * x.element_size()),
-            *(None if bias is None else bias.data_ptr(), out.data_ptr(), out_rows),
-        )
-        if failed:
+        of_x = x.data_ptr(), x.shape[0], x.stride(0) * x.element_size()
+        sizes, outputs = (num_neurons, x.shape[1], block_nbytes), (out.data_ptr(), out_rows)
+        address, added = packed.buffer_info()[0], 0 if bias is None else bias.data_ptr()
+        how = self._how(formats, x.dtype)
+        if self._call.tiles_dots(*how, address, len(packed) // 4, num_inner, *sizes, *of_x, added, *outputs):
             raise MemoryError(_FAILED)
         if self.tape is not None:
             assert formats[2] == NO_DOWN and len(packed) == 4 and num_inner == 1, "a matrix of the dense part"
-            arguments = (
-                *(self.dtypes[x.dtype], formats[0], packed.buffer_info()[0], num_neurons, x.shape[1], block_nbytes),
-                *(x.data_ptr(), x.shape[0], x.stride(0) * x.element_size(), 0 if bias is None else bias.data_ptr()),
-                *(out.data_ptr(), out_rows),
-            )
+            arguments = (self.dtypes[x.dtype], formats[0], address, *sizes, *of_x, added, *outputs)
             self.tape.note("tiles", arguments, (packed, x, bias, out))
 
     def tile_sums(
