@@ -32,7 +32,7 @@ from typing import Any
 from common import options, print_report
 
 from expertly.policies.learned import ModelShape
-from expertly.policies.reuse import ReuseModel, ReuseTraining
+from expertly.policies.reuse import ReuseModel
 from expertly.scheduler.systems import get_system
 from expertly_lab.cli.arguments import split
 from expertly_lab.cli.inputs import trace_geometry
@@ -93,9 +93,9 @@ def shape_of(trace: Trace) -> ModelShape:
 
 def taught(some: list[tuple[Trace, list[RowRange]]], num_tokens: int) -> ReuseModel:
     """From as many tokens of each."""
-    model = ReuseModel(shape_of(some[0][0]).geometry())
+    model = ReuseModel(shape_of(some[0][0]))
     for trace, spans in some:
-        teach(ReuseTraining(model), trace, first_rows(spans, num_tokens // len(some)))
+        teach(model, trace, first_rows(spans, num_tokens // len(some)))
     return model
 
 

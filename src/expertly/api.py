@@ -20,7 +20,7 @@ from expertly.engine import process
 from expertly.engine.cluster import Cluster, memory_of_workers, open_workers, start_workers
 from expertly.engine.device import choose_device, kind_of
 from expertly.engine.fitting import with_quantisation
-from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
+from expertly.engine.learned import SavedState, find_weights
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
 from expertly.engine.observe import CannotLookAheadError, make_prefetching
 from expertly.engine.peer import Peer
@@ -38,7 +38,7 @@ from expertly.model.packing import pack_cached
 from expertly.model.programs import use_programs
 from expertly.model.tiled import use_tiles
 from expertly.native.kernels import choose_kernels
-from expertly.options import LOAD_OPTIONS, LoadOptions, described
+from expertly.options import AUTO, LOAD_OPTIONS, LoadOptions, described
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
 from expertly.scheduler.systems import (
@@ -118,7 +118,6 @@ class _Chosen:
     system: System
     why_system: str | None  # None: the user named it
     store: PackedStore
-    files: LearnedFiles
     weights: LearnedState | None
     placement: Placement
     division: Division
@@ -151,7 +150,6 @@ def _choose(
         process.keep_off_trapped_instructions()
     choose_kernels(runs_on_host=on_host)  # refused before the model is packed
     store = store or _packed(model, asked, progress)
-    files = find_files(asked.learned, system, store, has_workers=asked.workers is not None)
     weights = find_weights(asked.predictor, system, store)
     fitting = fitting_segments(store.manifest.layers, system.segments)
     geometry = store.geometry(fitting)
@@ -161,7 +159,7 @@ def _choose(
         peers = start_workers(asked.workers, asked.worker_memory, opened)
     process.give_back_heap()  # before free memory is counted
     placement, division, memories = _place(store, geometry, system, request, target, peers, asked.worker_memory)
-    return _Chosen(asked, system, why_system, store, files, weights, placement, division, peers, memories)
+    return _Chosen(asked, system, why_system, store, weights, placement, division, peers, memories)
 
 
 def _place(
@@ -241,7 +239,9 @@ def _open_engine(chosen: _Chosen, target: torch.device, opened: ExitStack) -> En
     opened.callback(executor.close)
     engine = Engine(executor, partial(_damage, store))
     opened.callback(engine.close)
-    engine.reuse = save_of_eviction(executor, store, chosen.files)
+    learned = scheduler.cache.partitions[0].policy.learned  # which all of them share
+    if learned is not None:  # workers learn apart
+        engine.reuse = SavedState(learned, store, is_kept=options.learned == AUTO and not remotes)
     return engine
 
 
@@ -282,7 +282,7 @@ def _begin_prediction(chosen: _Chosen, loaded: Any, engine: Engine) -> tuple[Sys
     system, why = chosen.system, chosen.why_system
     try:
         engine.prefetching = make_prefetching(
-            system, loaded, chosen.store, engine, chosen.files, weights=chosen.weights
+            system, loaded, chosen.store, engine, keeps_learned=chosen.options.learned == AUTO, weights=chosen.weights
         )
     except CannotLookAheadError as error:
         if why is None:

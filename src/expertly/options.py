@@ -18,7 +18,7 @@ from expertly.scheduler.systems import AUTO_SYSTEM
 T = TypeVar("T")
 
 AUTO = "auto"
-ACCEPTED = {"verify": ("sampled", "always", "never")}
+ACCEPTED = {"verify": ("sampled", "always", "never"), "learned": ("auto", "off")}
 ADVANCED, RESEARCH = "Advanced", "Research"
 """Panels of options that --help leaves to --help-all."""
 MODEL_HELP = "a folder, a GGUF file, a packed store or a hub id (owner/NAME:Q4_K_M too; default: the demo model)"
@@ -188,12 +188,12 @@ class LoadOptions:
         panel=ADVANCED,
     )
     host_memory: str | int = option(AUTO, "RAM for experts behind an accelerator", metavar="SIZE", panel=ADVANCED)
-    learned: str | Path | None = option(
+    learned: Literal["auto", "off"] = option(
         AUTO,
-        "where a system keeps what it learns while it runs (expert maps, activation matrices, reuse weights): a file, "
-        '"auto" (beside the packed store) or "off". It begins with that and saves it at the end; reuse weights only '
-        "without `workers`",
-        metavar="FILE",
+        "whether a system begins with what it learned while it ran before (expert maps, activation matrices, reuse "
+        "weights), from a file beside the packed store, and saves it at the end (auto), or not (off); reuse weights "
+        "only without `workers`",
+        metavar="WHEN",
         panel=ADVANCED,
     )
     predictor: str | Path | None = option(

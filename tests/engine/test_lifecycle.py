@@ -248,11 +248,11 @@ def exit_code_of_a_child(run: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize("system", ["lru", "fmoe"])
-def test_a_forked_child_neither_runs_nor_hangs_nor_writes(system: str, cases: Cases, tmp_path: Path) -> None:
+def test_a_forked_child_neither_runs_nor_hangs_nor_writes(system: str, own: tuple[Case, Path]) -> None:
     """Threads do not survive a fork; multiprocessing forks, and a child that exits collects what it was born with."""
-    case, maps = cases["qwen3_moe"], tmp_path / "some.maps"
-    settings: dict[str, Any] = {"learned": maps} if system == "fmoe" else {}
-    model, _ = expertly.load(str(case.store), system=system, memory="50%", device="cpu", **settings)
+    case, store = own
+    maps = store.with_name("store.maps")
+    model, _ = expertly.load(str(store), system=system, memory="50%", device="cpu")
     assert generate(model, case.prompts) == case.tokens
 
     def run() -> None:

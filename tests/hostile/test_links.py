@@ -293,11 +293,6 @@ COMMANDS: dict[str, tuple[Make, list[str], str]] = {
         ["--system", "expertly"],
         "",
     ),
-    "learned state is a link that is named": (
-        lambda folder, entry, mine: linked(folder / "my.reuse", mine / "thesis.txt"),
-        ["--system", "expertly", "--learned", "my.reuse"],
-        "must be a file",
-    ),
     "the journal is a pipe": (
         lambda folder, entry, mine: (
             partial_folder(entry).mkdir(parents=True),

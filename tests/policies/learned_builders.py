@@ -57,12 +57,11 @@ def make_matrices(prefill: int = 4, decode: int = 6, capacity: int = 8, seed: in
 
 def taught(num_tokens: int = 60, seed: int = 0) -> ReuseModel:
     """By so many tokens, each of which needs what the one before needed, but for one expert of each layer."""
-    geometry = SHAPE.geometry()
-    dice, model = random.Random(seed), ReuseModel(geometry)
-    chosen = [dice.sample(range(layer.num_experts), layer.top_k) for layer in geometry.layers]
+    dice, model = random.Random(seed), ReuseModel(SHAPE)
+    chosen = [dice.sample(range(num), k) for num, k in zip(SHAPE.num_experts, SHAPE.top_k, strict=True)]
     for _ in range(num_tokens):
-        for number, layer in enumerate(geometry.layers):
-            rest = [expert for expert in range(layer.num_experts) if expert not in chosen[number]]
+        for number, num in enumerate(SHAPE.num_experts):
+            rest = [expert for expert in range(num) if expert not in chosen[number]]
             chosen[number] = [*chosen[number][1:], dice.choice(rest)]
             model.observe(one_token(number, chosen[number]))
     return model
@@ -74,7 +73,7 @@ def fresh(learned: LearnedState) -> Any:
         return MapStore(learned.shape, learned.capacity, semantic_weight=learned.semantic_weight, quota=0.5)
     if isinstance(learned, Matrices):
         return Matrices(learned.shape, learned.capacity)
-    return ReuseModel(learned.shape.geometry()) if isinstance(learned, ReuseModel) else type(learned)
+    return ReuseModel(learned.shape) if isinstance(learned, ReuseModel) else type(learned)
 
 
 def assert_same_state(state: LearnedState, expected: LearnedState) -> None:

@@ -14,17 +14,11 @@ from expertly.policies.known import Known
 from expertly.policies.moe_infinity import EPSILON, EAMEviction
 from expertly.policies.registry import EVICTIONS
 from expertly.policies.static import Static, StaticOptions
-from expertly.testing import EVICTION_CHECKS
-from expertly.testing.made_up import KNOWN
+from expertly.testing import check_eviction
 from tests.scheduler.drive import geometry
 from tests.tables import seeds
 
 SHAPE, SMALL = geometry(layers=16, experts=64), geometry(layers=4, experts=6, top_k=2)
-
-
-@pytest.fixture(params=EVICTIONS)
-def make(request: pytest.FixtureRequest):
-    return lambda capacity: EVICTIONS[request.param].make(SHAPE, capacity, KNOWN)
 
 
 def admit(policy: EvictionPolicy, experts: list[int]) -> None:
@@ -33,10 +27,10 @@ def admit(policy: EvictionPolicy, experts: list[int]) -> None:
         policy.used([expert], [1], 1)
 
 
-@pytest.mark.parametrize("check", EVICTION_CHECKS, ids=lambda check: check.__name__)
-def test_conformance(make, check) -> None:
-    """A new policy inherits these by being in EVICTIONS."""
-    check(make)
+@pytest.mark.parametrize("name", EVICTIONS.built_in)
+def test_conformance(name: str) -> None:
+    """A new policy inherits this by being in EVICTIONS."""
+    check_eviction(EVICTIONS[name])
 
 
 class Stated(ScoredPolicy):

@@ -12,16 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies import reuse
+from expertly.policies.learned import ModelShape
 from expertly.policies.registry import EVICTIONS
 from expertly.policies.reuse import NEAR_DISCOUNT, ReuseModel, compiled_reuse
 from tests.scheduler.drive import geometry, one_token, run_layer, scheduler
-from tests.tables import seeds
 
 LAYERS, EXPERTS = 3, 16
 SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)
+MODEL = ModelShape.of(SHAPE)
 
 
 SOURCE = Path(reuse.__file__).with_name("reuse.c")
@@ -86,13 +87,13 @@ def ranks(model: ReuseModel, steps: list[list[list[int]]]) -> list[float]:
 
 @cache
 def _taught() -> tuple[ReuseModel, list[float]]:
-    model = ReuseModel(SHAPE)
+    model = ReuseModel(MODEL)
     return model, ranks(model, told_by_another(1500, 0))
 
 
 def taught() -> ReuseModel:
     """One that goes on from what 1499 tokens taught of what layer 1 needs."""
-    model = ReuseModel(SHAPE)
+    model = ReuseModel(MODEL)
     model.restore(_taught()[0].state())
     return model
 
@@ -101,52 +102,6 @@ def test_it_learns_from_the_choices_of_an_earlier_layer() -> None:
     found = _taught()[1]
     assert np.mean(found[:100]) < 0.6, "nobody knows it at the start"
     assert np.mean(found[-600:]) > 0.88
-
-
-@pytest.mark.parametrize("seed", seeds(1, 6))
-def test_compiled_it_computes_the_same(
-    seed: int, libraries: dict[str, PyDLL | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in NumPy to within rounding, and to the bit with any instruction set. Layers of several sizes decode batches
-    of one and more with pads among them; there are prompts, more steps than are compared with the running one, layers
-    that a step leaves out, and in the middle all go on from what one of them learned.
-    """
-    monkeypatch.setattr(reuse, "STEPS", 60)
-    sizes = (16, 5, 70, 130, 24, 64)
-    shape = Geometry(tuple(LayerGeometry(num, 1, 4, 16, 3, 2) for num in sizes))
-    dice, models = random.Random(seed), {}
-    for name, library in libraries.items():
-        monkeypatch.setattr(reuse, "compiled_reuse", lambda library=library: library)
-        models[name] = ReuseModel(shape)
-    topics = [[dice.sample(range(num), max(3, num // 4)) for num in sizes] for _ in range(3)]
-    for step in range(600):
-        if step % 25 == 0:
-            topic, batch = dice.choice(topics), dice.choice([1, 1, 1, 5])
-        is_prompt = step % 140 == 70
-        for layer, num in enumerate(sizes):
-            if is_prompt:
-                experts = dice.sample(range(num), dice.randint(1, num))
-                router = RouterRan(layer, experts, [dice.randint(0, 9) for _ in experts], [False] * len(experts), 40)
-            elif batch == 1:
-                experts = dice.sample(topic[layer] if dice.random() < 0.9 else range(num), min(3, num))
-                router = one_token(layer, experts)
-            else:
-                experts = dice.sample(range(num), min(num, 9))
-                tokens = [dice.choice([0, 1, 1, 2]) for _ in experts]
-                router = RouterRan(layer, experts, tokens, [True] * len(experts), batch)
-            if dice.random() < 0.98:
-                for model in models.values():
-                    model.observe(router)
-                expected = models["numpy"].worth()
-                np.testing.assert_allclose(models["plain"].worth(), expected, rtol=1e-4, atol=1e-5)
-                np.testing.assert_array_equal(models["plain"].worth(), models["fastest"].worth())
-        if step == 300:
-            state = models["plain"].state()
-            for model in models.values():
-                model.restore(state)
-    for name, expected in models["numpy"].state().items():
-        for library in COMPILERS:
-            np.testing.assert_allclose(models[library].state()[name], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_library_of_another_version_or_none_at_all_is_left_alone(tmp_path: Path) -> None:
@@ -161,20 +116,20 @@ def test_a_library_of_another_version_or_none_at_all_is_left_alone(tmp_path: Pat
 
 
 def test_prompts_teach_nothing_but_what_was_used_lately() -> None:
-    dice, model = random.Random(4), ReuseModel(SHAPE)
+    dice, model = random.Random(4), ReuseModel(MODEL)
     ranks(model, told_by_another(100, 5))
     before = model.state()["weights"]
     for _ in range(60):
         for layer in range(LAYERS):
             model.observe(prompt(layer, dice))
     np.testing.assert_array_equal(model.state()["weights"], before)
-    new = ReuseModel(SHAPE)
+    new = ReuseModel(MODEL)
     new.observe(RouterRan(1, [2, 6], [1, 39], [False, False], 40))
     assert values(new, 1).argsort()[-2:].tolist() == [2, 6]
 
 
 def test_a_layer_that_is_yet_to_run_is_nearer() -> None:
-    model = ReuseModel(SHAPE)
+    model = ReuseModel(MODEL)
     for layer in (0, 1, 2, 0, 1):  # layer 1 runs
         model.observe(one_token(layer, [5]))
     experts = [SHAPE.expert_id(layer, 5) for layer in (2, 0, 1)]
@@ -186,8 +141,8 @@ def test_a_layer_that_is_yet_to_run_is_nearer() -> None:
 
 @pytest.mark.parametrize(("experts", "looked_at"), [(32, 9), (128, 9), (256, 3), (512, 1), (600, 1)])
 def test_with_many_experts_a_layer_looks_at_fewer_others(experts: int, looked_at: int) -> None:
-    model = ReuseModel(geometry(layers=9, experts=experts))
-    assert model._arithmetic.weights[4].shape == (experts, looked_at * experts)
+    model = ReuseModel(ModelShape((experts,) * 9, (2,) * 9))
+    assert model._weights[4].shape == (experts, looked_at * experts)
     model.observe(one_token(4, [1, 2]))
     assert model.worth()[4 * experts + 1] > model.worth()[4 * experts + 3]
 
@@ -197,12 +152,12 @@ def test_with_many_experts_a_layer_looks_at_fewer_others(experts: int, looked_at
 
 def test_a_new_model_goes_on_with_what_another_learned() -> None:
     """From copies, which nobody changes."""
-    model, other = taught(), ReuseModel(SHAPE)
+    model, other = taught(), ReuseModel(MODEL)
     state = model.state()
     before = {name: array.copy() for name, array in state.items()}
     assert state["tokens"].tolist() == [1499] * 3
     other.restore(state)
-    of_other, of_new = (np.mean(ranks(reuse, told_by_another(200, 1))) for reuse in (other, ReuseModel(SHAPE)))
+    of_other, of_new = (np.mean(ranks(reuse, told_by_another(200, 1))) for reuse in (other, ReuseModel(MODEL)))
     assert of_other > 0.88 > 0.7 > of_new
     assert other.num_learned == 1499 + 199
     ranks(model, told_by_another(50, 2))
@@ -277,7 +232,7 @@ def test_a_prompt_takes_nothing_from_the_layers_that_it_has_yet_to_reach() -> No
 
 def test_experts_of_pads_alone_count_as_unused() -> None:
     """As where the other devices have a layer's tokens."""
-    model = ReuseModel(SHAPE)
+    model = ReuseModel(MODEL)
     for _ in range(40):
         model.observe(one_token(0, [5]))
         model.observe(RouterRan(1, [3], [0], [False], 1, is_part_of_decode=True))

@@ -25,7 +25,6 @@ from expertly.scheduler.systems import (
     get_system,
     runnable_systems,
 )
-from expertly.testing.made_up import KNOWN
 from tests.scheduler.drive import geometry, run_layer
 
 SHAPE = geometry(layers=4, experts=8, top_k=2)
@@ -60,8 +59,9 @@ def assert_had_again(spec: str, name: str) -> None:
     system = get_system(spec)
     assert system.name == name
     assert get_system(system.name) == system
-    system.scheduler(SHAPE, BUDGET, KNOWN)
-    system.predictor(SHAPE, KNOWN)
+    known = Known(future=object())
+    system.scheduler(SHAPE, BUDGET, known)
+    system.predictor(SHAPE, known)
 
 
 def test_options_of_a_preset_stay_until_their_part_is_replaced() -> None:

@@ -16,11 +16,10 @@ from expertly.scheduler.loop import InlineChannel, Prefetcher
 from expertly.scheduler.loop import run_layer as loop_layer
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.systems import SYSTEMS, runnable_systems
-from expertly.testing.made_up import ListFuture
+from expertly.testing.made_up import Demands
+from lab.tests.baselines.futures import ListFuture
 from tests.scheduler.drive import geometry, one_token, routed, run_layer
 from tests.scheduler.soak import InstantLink, RandomLink
-
-Demands = list[tuple[int, list[int]]]
 
 
 def least_loads(demands: list[frozenset[int]], capacities: dict[int, int], of_cache: dict[int, int]) -> int:
@@ -51,11 +50,11 @@ def with_shares(shape: Geometry, shares: list[int], staging: int) -> Budget:
     return Budget(slots * shape.segment_nbytes(0), (staging,), (sum(shares),), tuple(shares))
 
 
-def played(control: Scheduler, future: ListFuture, decode: bool = True) -> int:
-    """Segments loaded over all demands of the future."""
+def played(control: Scheduler, demands: Demands, decode: bool = True) -> int:
+    """Segments loaded over all demands."""
     loaded = 0
-    for step, (layer, experts) in enumerate(future.demands):
-        future.step = step
+    for step, (layer, experts) in enumerate(demands.steps):
+        demands.step = step
         ran = run_layer(control, layer, experts, decode=decode)
         loaded += sum(len(parts) for parts in ran.loaded.values())
     control.check()
@@ -64,11 +63,11 @@ def played(control: Scheduler, future: ListFuture, decode: bool = True) -> int:
 
 def some_demands(dice: random.Random, layers: int, experts: int, iterations: int, most: int) -> Demands:
     """Skewed, so that tokens share experts; sets of 1 to `most`."""
-    demands: Demands = []
+    demands = Demands([])
     for _ in range(iterations):
         for layer in range(layers):
             pool = dice.sample(range(experts), dice.randint(2, experts)) if dice.random() < 0.5 else range(experts)
-            demands.append((layer, dice.sample(list(pool), min(len(pool), dice.randint(1, most)))))
+            demands.steps.append((layer, dice.sample(list(pool), min(len(pool), dice.randint(1, most)))))
     return demands
 
 
@@ -86,12 +85,14 @@ def test_it_loads_the_least_that_is_possible(
     for _ in range(runs):
         layers, experts, top_k = dice.choice(models)
         shape = geometry(layers, experts, top_k, segments=segments)
-        future = ListFuture(shape, some_demands(dice, layers, experts, 18 // layers // segments, top_k))
+        run = some_demands(dice, layers, experts, 18 // layers // segments, top_k)
         shares = [dice.randint(0, segments * experts) for _ in range(layers)]
-        control = system.scheduler(shape, with_shares(shape, shares, segments * top_k), Known(future=future))
+        control = system.scheduler(
+            shape, with_shares(shape, shares, segments * top_k), Known(future=ListFuture(shape, run))
+        )
         demands = [
             frozenset(segments * shape.expert_id(layer, e) + s for e in chosen for s in range(segments))
-            for layer, chosen in future.demands
+            for layer, chosen in run.steps
         ]
         every = range(segments * shape.num_experts)
         if scope == "layer":
@@ -99,19 +100,20 @@ def test_it_loads_the_least_that_is_possible(
             least = least_loads(demands, dict(enumerate(shares)), of_layer)
         else:
             least = least_loads(demands, {0: sum(shares)}, dict.fromkeys(every, 0))
-        assert played(control, future) == least
+        assert played(control, run) == least
 
 
 def test_experts_never_needed_again_are_not_kept_and_ties_go_to_the_lowest_id() -> None:
     """Two kept places, three needed: 2 and 0 are needed next, at once; then 1 and 2 never again."""
     shape = geometry(layers=1, experts=4, top_k=3)
-    future = ListFuture(shape, [(0, [2, 1, 0]), (0, [0, 2]), (0, [3, 0])])
-    control = SYSTEMS["belady"].scheduler(shape, with_shares(shape, [2], 3), Known(future=future))
+    demands = Demands([(0, [2, 1, 0]), (0, [0, 2]), (0, [3, 0])])
+    known = Known(future=ListFuture(shape, demands))
+    control = SYSTEMS["belady"].scheduler(shape, with_shares(shape, [2], 3), known)
     assert list(run_layer(control, 0, [2, 1, 0]).loaded) == [2, 0, 1], "what is kept is loaded first"
     assert set(control.cache.partitions[0].kept) == {0, 2}
-    future.step = 1
+    demands.step = 1
     assert run_layer(control, 0, [0, 2]).loads == []
-    future.step = 2
+    demands.step = 2
     run_layer(control, 0, [3, 0])
     assert set(control.cache.partitions[0].kept) == {2, 3}, "none is needed again: 0 goes first"
 
@@ -131,7 +133,7 @@ def test_no_system_loads_less_at_equal_slots(segments: int, kind: str) -> None:
             if system.keeps_everything or system.prediction != "none":
                 continue
             control = system.scheduler(shape, budget, Known(future=future))
-            loads[name] = played(control, future, decode=kind != "prefill")
+            loads[name] = played(control, demands, decode=kind != "prefill")
             phases = [phase for one in control.counters for phase in (one.decode, one.prefill)]
             hits[name] = sum(phase.hit_nbytes for phase in phases)
         assert min(loads.values()) == loads["belady-global"]
@@ -161,14 +163,14 @@ def test_the_oracle_wastes_nothing_and_loads_no_less_than_belady(segments: int, 
     loaded, in_time, num_waits = {}, {}, {}
     for name in ("belady-global", "oracle", "oracle, at once"):
         system = SYSTEMS[name.partition(",")[0]]
-        future = ListFuture(shape, [(router.layer, router.experts) for router in routers])
-        known = Known(future=future)
+        demands = Demands([(router.layer, router.experts) for router in routers])
+        known = Known(future=ListFuture(shape, demands))
         control = system.scheduler(shape, split_budget(shape, int(shape.nbytes * share)), known)
         link = InstantLink() if "at once" in name else RandomLink(random.Random(1))
         predictor = system.predictor(shape, known)
         prefetcher = None if predictor is None else Prefetcher(control, link, InlineChannel(predictor))
         for step, router in enumerate(routers):
-            future.step = step
+            demands.step = step
             loop_layer(control, link, router, lambda spans: None, prefetcher, routed(router))
         total = PhaseCounters()
         for counters in control.counters:

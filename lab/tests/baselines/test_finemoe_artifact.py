@@ -9,12 +9,12 @@ import pytest
 
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, History, Routed
-from expertly.policies.known import Known
 from expertly.policies.prediction import Predictor
 from expertly.policies.registry import PREDICTORS
 from expertly.scheduler.systems import get_system
-from expertly.testing.made_up import some_future
+from expertly.testing.made_up import some_demands
 from expertly_lab.baselines.finemoe_artifact import LEAST
+from lab.tests.baselines.futures import known
 from tests.scheduler.drive import geometry
 
 LAYERS, EXPERTS = 12, 8
@@ -63,14 +63,14 @@ def test_promoe_asks_every_second_router_up_to_six_layers_ahead(layer: int, ahea
 
 
 def test_where_later_routers_were_not_asked_the_stride_is_modelled() -> None:
-    shape, future = geometry(layers=LAYERS, experts=EXPERTS, top_k=2), some_future(SHAPE, 1)
+    shape, demands = geometry(layers=LAYERS, experts=EXPERTS, top_k=2), some_demands(SHAPE, 1)
     system = get_system("promoe-artifact:prediction=modelled:distance=6:stride=2:accuracy=1.0")
-    modelled = PREDICTORS["modelled"].make(shape, Known(future=future), 6, system.options_of("prediction"))
+    modelled = PREDICTORS["modelled"].make(shape, known(shape, demands), 6, system.options_of("prediction"))
     for step, expected in ((0, [2, 4, 6]), (7, [9, 11]), (10, [])):
-        future.step = step
+        demands.step = step
         made = list(modelled.router_ran(routed(step)))
         assert layers(made) == expected
-        assert all(one.experts == future.demands[one.layer][1] for one in made)
+        assert all(one.experts == demands.steps[one.layer][1] for one in made)
 
 
 def test_moe_infinity_queues_every_expert_of_half_the_layers() -> None:

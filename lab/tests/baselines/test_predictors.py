@@ -1,4 +1,4 @@
-"""Predictors from the demands to come, and those of other authors; the conformance checks are in tests/policies."""
+"""Predictors from the demands to come, and those of other authors; what each of them promises."""
 
 from __future__ import annotations
 
@@ -10,32 +10,43 @@ import pytest
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, Routed
 from expertly.policies.known import Known
-from expertly.policies.registry import PREDICTORS
-from expertly.testing.made_up import SHAPE, ListFuture, some_future
+from expertly.policies.registry import EVICTIONS, PREDICTORS
+from expertly.testing import check_eviction, check_predictor
+from expertly.testing.made_up import SHAPE, Demands, some_demands, watched
 from expertly_lab.baselines.modelled import ModelledLookahead, accuracy_at
 from expertly_lab.baselines.oracle import Perfect
-from tests.policies.predictor.test_predictors import watched
+from lab.tests.baselines.futures import AnyFuture, ListFuture, known
 from tests.scheduler.drive import geometry
+
+
+@pytest.mark.parametrize("name", PREDICTORS.keys() - PREDICTORS.built_in.keys())
+def test_predictors_keep_their_promises(name: str) -> None:
+    check_predictor(PREDICTORS[name], known, distances=(2, 1 << 30))
+
+
+@pytest.mark.parametrize("name", EVICTIONS.keys() - EVICTIONS.built_in.keys())
+def test_evictions_keep_their_promises(name: str) -> None:
+    check_eviction(EVICTIONS[name], Known(future=AnyFuture()))
 
 
 @pytest.mark.parametrize(("distance", "reach"), [(1, 1), (3, 3), (5, 5), (6, 5), (1 << 30, 5)])
 def test_perfect_names_every_demand_in_reach_once_as_soon_as_it_is(distance: int, reach: int) -> None:
-    future, made = watched("perfect", distance, iterations=4)
+    demands, made = watched(Perfect, distance, known=known, iterations=4)
     targets = [step + prediction.distance for step, prediction in made]
-    assert targets == list(range(1, len(future.demands))), "all but the first, in order"
+    assert targets == list(range(1, len(demands.steps))), "all but the first, in order"
     for step, prediction in made:
         target = step + prediction.distance
-        assert prediction.experts == future.demands[target][1]
+        assert prediction.experts == demands.steps[target][1]
         assert step == max(0, target - reach)
 
 
 def test_perfect_says_again_what_it_had_not_said_when_steps_are_skipped() -> None:
     """An iteration that failed half-way: the next steps in reach are named, the past ones are not."""
-    future = some_future(SHAPE, 3)
-    predictor = Perfect.make(SHAPE, Known(future=future), 2)
+    demands = some_demands(SHAPE, 3)
+    predictor = Perfect.make(SHAPE, known(SHAPE, demands), 2)
     router = RouterRan(0, [0], [1], [True], 1)
     assert [p.distance for p in predictor.router_ran(Routed(router))] == [1, 2]
-    future.step = 7
+    demands.step = 7
     assert [(p.layer, p.distance) for p in predictor.router_ran(Routed(router))] == [(2, 1), (3, 2)]
 
 
@@ -46,13 +57,13 @@ def test_the_modelled_lookahead_is_as_right_as_it_says_and_wrong_in_any_way(
     """Within five standard errors, at every distance; after the first layer it fills the layers up to its own. Wrong
     ones are spread over all others.
     """
-    future = some_future(SHAPE, 1500)
-    predictor = ModelledLookahead.make(SHAPE, Known(future=future), distance, options)
+    demands = some_demands(SHAPE, 1500)
+    predictor = ModelledLookahead.make(SHAPE, known(SHAPE, demands), distance, options)
     right, total, wrong = defaultdict(int), defaultdict(int), defaultdict(int)
-    for step, (running, experts) in enumerate(future.demands):
-        future.step = step
+    for step, (running, experts) in enumerate(demands.steps):
+        demands.step = step
         for prediction in predictor.router_ran(Routed(RouterRan(running, experts, [1] * 3, [True] * 3, 1))):
-            layer, needed = future.demands[step + prediction.distance]
+            layer, needed = demands.steps[step + prediction.distance]
             assert prediction.layer == layer > running, "within the iteration"
             assert prediction.distance == distance or running == 0
             total[prediction.distance] += len(prediction.experts)
@@ -67,7 +78,7 @@ def test_the_modelled_lookahead_is_as_right_as_it_says_and_wrong_in_any_way(
 
 
 def test_a_layer_that_needs_everything_cannot_be_predicted_wrong() -> None:
-    future = ListFuture(geometry(2, 3, 3), [(0, [0, 1, 2]), (1, [2, 0, 1])])
+    future = ListFuture(geometry(2, 3, 3), Demands([(0, [0, 1, 2]), (1, [2, 0, 1])]))
     predictor = ModelledLookahead.make(geometry(layers=2, experts=3, top_k=1), Known(future=future), 1)
     (prediction,) = predictor.router_ran(Routed(RouterRan(0, [0], [1], [True], 1)))
     assert prediction.experts == [2, 0, 1]

@@ -120,21 +120,15 @@ def test_a_temperature_draws_by_the_seed(model: Path, prompts: Path, tmp_path: P
     assert len({json.dumps(rows[name]) for name in ("greedy", "first", "seed 0")}) == 3
 
 
-def test_it_leaves_maps_alone_unless_a_file_is_named(
-    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-):
+def test_it_leaves_maps_alone_unless_asked(model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
-    fmoe = ("--system", "fmoe")
+    fmoe, stores = ("--system", "fmoe"), tmp_path / "cache" / "stores"
     assert record(model, prompts, tmp_path / "trace", *fmoe) == 0
-    assert not list((tmp_path / "cache" / "stores").glob("*.maps"))
-    path = tmp_path / "my.maps"
-    assert record(model, prompts, tmp_path / "second", *fmoe, "--learned", str(path)) == 0
-    trace = Trace.open(tmp_path / "second")
-    assert 0 < read_learned(path, MapStore).learned.num_maps <= trace.num_rows
+    assert not list(stores.glob("*.maps"))
+    assert record(model, prompts, tmp_path / "second", *fmoe, "--learned", "auto") == 0
+    (path,) = stores.glob("*.maps")
+    assert 0 < read_learned(path, MapStore).learned.num_maps <= Trace.open(tmp_path / "second").num_rows
     assert rows_of(tmp_path / "trace") == rows_of(tmp_path / "second")
-    capsys.readouterr()
-    assert record(model, prompts, tmp_path / "third", "--learned", str(path)) == 2
-    assert "my.maps" in capsys.readouterr().err
 
 
 def test_json_full_and_a_share_of_the_prompts(model: Path, prompts: Path, tmp_path: Path, capsys: Captured):

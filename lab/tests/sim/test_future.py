@@ -11,7 +11,7 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
-from expertly.policies.known import NEVER
+from expertly_lab.baselines.oracle import NEVER
 from expertly_lab.sim import future as future_module
 from expertly_lab.sim.future import TraceFuture, next_uses
 from expertly_lab.sim.workload import RowRange, TraceWorkload

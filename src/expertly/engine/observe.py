@@ -18,7 +18,7 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Floats, IterationInfo, Routed, Want, layer_ahead, scores_of_choices
 from expertly.engine.device import kind_of
-from expertly.engine.learned import LearnedFiles, SavedState
+from expertly.engine.learned import SavedState
 from expertly.engine.runtime import Engine, Executor
 from expertly.model.hooks import saturated_half
 from expertly.model.routers import HookedRouter, find_routers
@@ -320,9 +320,7 @@ class Prefetching:
             self._prefetcher.end_iteration(ok)
 
     def close(self) -> None:
-        """Write what was learned, unless the predictor failed. Raises StoreError where a file that the user named
-        cannot be written.
-        """
+        """Write what was learned, unless the predictor failed."""
         self.collector.detach()
         if self.saved is not None and self.error is None:
             self.predictor.finish()
@@ -334,8 +332,8 @@ def make_prefetching(
     model: Any,
     store: PackedStore,
     engine: Engine,
-    files: LearnedFiles,
     *,
+    keeps_learned: bool,
     weights: LearnedState | None = None,
 ) -> Prefetching | None:
     """The system's predictor, connected to a loaded model; None where the system does not predict. `weights`: of a
@@ -343,7 +341,7 @@ def make_prefetching(
 
     Where the predictor sees routers, one forward pass finds them; the engine does not count it. Raises
     CannotLookAheadError where a router cannot look ahead, ConfigError where the model does not show what the predictor
-    must see or the weights are another model's, StoreError as SavedState.read.
+    must see or the weights are another model's.
     """
     geometry = engine.executor.geometry
     predictor = system.predictor(geometry, Known(given=(weights,)))
@@ -359,9 +357,9 @@ def make_prefetching(
             raise ConfigError(f"predictor: its weights are {found}")
     collector = Collector(predictor.wants, geometry.layers, routers, embedder(model), system.distance)
     saved = None
-    if files.of_prediction is not None and predictor.learned is not None:
-        saved = SavedState(predictor.learned, files.of_prediction, store.manifest, is_auto=files.is_auto)
-        saved.read(model.get_input_embeddings().weight.shape[1])
+    if keeps_learned and predictor.learned is not None:
+        width = model.get_input_embeddings().weight.shape[1]
+        saved = SavedState(predictor.learned, store, is_kept=True, embedding_size=width)
     return Prefetching(engine.executor, predictor, collector, saved)
 
 

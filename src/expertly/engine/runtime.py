@@ -263,8 +263,8 @@ class Engine:
         self._is_stopped = True
 
     def close(self) -> None:
-        """Free threads, files and memory; write what was learned. Idempotent. Raises as Prefetching.close and
-        SavedState.close. In a forked child nothing is closed or written.
+        """Free threads, files and memory; write what was learned. Idempotent. In a forked child nothing is closed
+        or written.
         """
         if self._is_closed:
             return

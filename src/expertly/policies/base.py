@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
-from expertly.policies.known import Training
+from expertly.policies.known import RoutingObserver
 from expertly.policies.learned import LearnedState
 
 T = TypeVar("T")
@@ -71,8 +71,8 @@ class Policy:
         return parse_options(cls.options, given, where or f"{cls.family}={cls.name or cls.__name__!r}")
 
     @classmethod
-    def training(cls, geometry: Geometry) -> Training | None:
-        """What watches the training part of a trace for it; None: nothing does."""
+    def training(cls, geometry: Geometry) -> RoutingObserver | None:
+        """What watches the training part of a trace for it, and is then in `Known.given`; None: nothing does."""
         return None
 
     @property

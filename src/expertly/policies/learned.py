@@ -9,7 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from io import BufferedReader
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import disk_errors, replacing
-from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.geometry import Geometry
 from expertly.core.headers import (
     TensorInfo,
     TensorSpec,
@@ -32,17 +32,14 @@ from expertly.core.untrusted import LEARNED, check_value, parse_as, reading
 VERSION = 2
 """Of the format, and of the constants that weights depend on."""
 MAX_LAYERS, MAX_EXPERTS, MAX_CAPACITY = 4096, 0xFFFE, 1 << 20
-_ANY = 0, MAX_CAPACITY  # numbers of a dimension
 MAX_NBYTES = LEARNED.nbytes  # that a state may take in memory, too: a small file must not claim all there is
 OF_A_TRACE = "trace:"  # begins the identity of a state made of a trace whose model was not named
 MARK = b'"expertly-'
 """In every header: no other file is replaced."""
-
 _NUMPY = {"I64": "<i8", "I32": "<i4", "U16": "<u2", "F32": "<f4", "F16": "<f2"}
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
-Facts = Mapping[str, Any]
 Sizes = Mapping[str, tuple[int, int]]
 """The least and the most numbers that a dimension may have, by its letter."""
 
@@ -70,11 +67,6 @@ class ModelShape:
         layers = geometry.layers
         return cls(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
 
-    def geometry(self) -> Geometry:
-        """A model of this shape, with experts of any size."""
-        sizes = zip(self.num_experts, self.top_k, strict=True)
-        return Geometry(tuple(LayerGeometry(num_experts, top_k, 1, 1, 2, 1) for num_experts, top_k in sizes))
-
     @property
     def num_layers(self) -> int:
         return len(self.num_experts)
@@ -96,8 +88,8 @@ class Tensor(NamedTuple):
 
 
 class LearnedState(ABC):
-    """What a policy learned, as arrays that a file can keep. One class a kind; trained weights are made with a
-    `ModelShape` alone, and then restored.
+    """What a policy learned, as arrays that a file can keep. One class a kind, which can be made with a `ModelShape`
+    alone, and then restored.
     """
 
     kind: ClassVar[str]  # a file's `format` is "expertly-KIND"; beside a store its file is called so
@@ -133,22 +125,20 @@ class LearnedState(ABC):
 AnyState = TypeVar("AnyState", bound=LearnedState)
 
 
-@dataclass(frozen=True, slots=True)
-class LearnedFile(Generic[AnyState]):
+class LearnedFile(NamedTuple, Generic[AnyState]):
     """A file that has been read whole."""
 
-    path: Path
-    identity: str  # of the model, as its packed store has it
-    about: Facts  # created, source, ...
     learned: AnyState
+    identity: str  # of the model, as its packed store has it
+    about: Mapping[str, Any]  # created, source, ...
 
 
-def save_learned(path: Path, learned: LearnedState, identity: str, about: Facts | None = None) -> None:
+def save_learned(path: Path, learned: LearnedState, identity: str, about: Mapping[str, Any] | None = None) -> None:
     """Replace the file at `path` as a whole. `identity` is the model's; `about` are more facts for the header, as JSON.
     Raises StoreError where it cannot be written, or the state holds numbers that cannot have been learned.
     """
     state, tensors = learned.state(), learned.tensors
-    _check_numbers(path, learned, state)
+    _check_numbers(path, tensors, state)
     arrays = {name: np.ascontiguousarray(state[name], _NUMPY[tensors[name].dtype]) for name in tensors if name in state}
     texts = {"shape": asdict(learned.shape), "about": dict(about or {})}
     metadata = {"format": f"expertly-{learned.kind}", "version": str(VERSION), "identity": identity}
@@ -157,7 +147,7 @@ def save_learned(path: Path, learned: LearnedState, identity: str, about: Facts 
     with disk_errors(path.parent, f"writing {path.name}", StoreError, ""), replacing(path, MARK) as file:
         file.write(safetensors_header(specs, metadata))
         for array in arrays.values():
-            file.write(_bytes_of(array))
+            file.write(array.reshape(-1).view(np.uint8).data)
 
 
 def read_learned(
@@ -173,98 +163,85 @@ def read_learned(
     try:
         with reading(path, StoreError) as file:
             nbytes = os.fstat(file.fileno()).st_size
-            if nbytes > LEARNED.nbytes:
-                raise StoreError(f"{path}: {nbytes} bytes; accepted: {LEARNED.nbytes}")
+            if nbytes > MAX_NBYTES:
+                raise StoreError(f"{path}: {nbytes} bytes; accepted: {MAX_NBYTES}")
             raw = header_bytes_of(file, path, StoreError)
             infos = parse_safetensors_header(path, raw, StoreError, nbytes)
             texts = header_metadata(path, raw, StoreError)
-            learned = _fitting(path, texts, accepted, identity)
+            learned = _made_for(path, texts, accepted, identity)
             about = parse_as(dict[str, Any], texts.get("about", ""), f"{path}: about", StoreError)
             check_value(about, f"{path}: about", LEARNED, StoreError)
-            _check_tensors(path, learned, infos, {**learned.sizes(), **(sizes or {})})
+            _check_shapes(path, learned, infos, {**learned.sizes(), **(sizes or {})})
             # In file order, which leaves nothing between them.
-            arrays: dict[str, Array] = {name: np.empty(info.shape, _NUMPY[info.dtype]) for name, info in infos.items()}
-            with BufferedReader(file) as reader:  # which reads on until an array is full
-                for name, array in arrays.items():
-                    if reader.readinto(_bytes_of(array)) != array.nbytes:
-                        raise StoreError(f"{path}: truncated inside tensor {name!r}")
-        _check_numbers(path, learned, arrays)
+            flat = {name: np.fromfile(file, _NUMPY[info.dtype], prod(info.shape)) for name, info in infos.items()}
+        arrays = {name: array.reshape(infos[name].shape) for name, array in flat.items()}
+        _check_numbers(path, learned.tensors, arrays)
         learned.restore(arrays)
-    except ConfigError as error:
+    except (ConfigError, ValueError) as error:  # ValueError: fewer numbers than there were
         raise StoreError(f"{path}: {error}") from None
     except MemoryError:
         raise StoreError(f"{path}: not enough memory for its {nbytes} bytes") from None
-    return LearnedFile(path, texts["identity"], about, learned)
+    return LearnedFile(learned, texts["identity"], about)
 
 
-def _fitting(
+def _made_for(
     path: Path, texts: Mapping[str, str], accepted: Sequence[type[AnyState] | AnyState], identity: str | None
 ) -> AnyState:
-    """The state that the file is to be restored into."""
-
-    def refuse(name: str, reason: str) -> StoreError:
-        return StoreError(f"{path}: {name}={texts.get(name)!r:.80}: {reason}")
-
+    """The state that a file with these texts is to be restored into."""
     kinds = {f"expertly-{state.kind}": state for state in accepted}
-    kind = kinds.get(texts.get("format", ""))
-    if kind is None:
-        raise refuse("format", f"not a file of that kind; accepted: {' or '.join(map(repr, kinds))}")
-    if texts.get("version") != str(VERSION):
-        raise refuse("version", f"accepted: {VERSION}; make the file again")
     model = texts.get("identity", "")
-    if not model:
-        raise refuse("identity", "must say which model it is of")
-    if identity not in (None, model):
-        reason = "of another model, or of this one before it changed"
-        if model.startswith(OF_A_TRACE) and kind.made_by:
-            reason = f"of a trace whose model was not named; `expertly {kind.made_by} --model` names it"
-        raise refuse("identity", f"{reason}; accepted: {identity!r:.80}")
+    is_unnamed = model.startswith(OF_A_TRACE)
+    other = "of a trace whose model was not named (--model)" if is_unnamed else "of another model, or of a former one"
+    for name, is_right, reason in (
+        ("format", texts.get("format") in kinds, f"not a file of that kind; accepted: {' or '.join(map(repr, kinds))}"),
+        ("version", texts.get("version") == str(VERSION), f"accepted: {VERSION}; make the file again"),
+        ("identity", bool(model), "must say which model it is of"),
+        ("identity", identity in (None, model), f"{other}; accepted: {identity!r:.80}"),
+    ):
+        if not is_right:
+            raise StoreError(f"{path}: {name}={texts.get(name)!r:.80}: {reason}")
     shape = parse_as(ModelShape, texts.get("shape", ""), f"{path}: shape", StoreError)
+    kind = kinds[texts["format"]]
     learned: AnyState = kind(shape) if isinstance(kind, type) else kind  # type: ignore[call-arg]
     if learned.shape != shape:
         raise StoreError(f"{path}: shape: of {shape}; accepted: {learned.shape}, as the model has")
     return learned
 
 
-def _check_tensors(path: Path, learned: LearnedState, infos: Mapping[str, TensorInfo], sizes: Sizes) -> None:
+def _check_shapes(path: Path, learned: LearnedState, infos: Mapping[str, TensorInfo], sizes: Sizes) -> None:
     """Raises StoreError where arrays of these types and shapes are not those of the state, or one is missing."""
-    shape = learned.shape
+    shape, tensors = learned.shape, learned.tensors
     bounds = {"L": (shape.num_layers, shape.num_layers), "E": (shape.max_experts, shape.max_experts), **sizes}
-    for name in infos.keys() - learned.tensors.keys():
-        raise StoreError(f"{path}: tensor {name!r:.80}: unknown; accepted: {', '.join(learned.tensors)}")
-    for name, (dtype, dims, *_, is_optional) in learned.tensors.items():
-        if name not in infos:
-            if is_optional:
-                continue
-            raise StoreError(f"{path}: tensor {name!r}: missing")
-        info = infos[name]
-        accepted = f"{dtype} [{', '.join(_span(bounds.get(letter, _ANY)) for letter in dims)}]"
+    for name in infos.keys() - tensors.keys():
+        raise StoreError(f"{path}: tensor {name!r:.80}: unknown; accepted: {', '.join(tensors)}")
+    for name, (dtype, dims, *_, is_optional) in tensors.items():
+        info = infos.get(name)
+        if info is None and is_optional:
+            continue
+        ranges = [bounds.get(letter, (0, MAX_CAPACITY)) for letter in dims]
+        accepted = f"accepted: {dtype} [{', '.join(map(_span, ranges))}]"
+        if info is None:
+            raise StoreError(f"{path}: tensor {name!r}: missing; {accepted}")
         is_right = (info.dtype, len(info.shape)) == (dtype, len(dims))
         for letter, num in zip(dims, info.shape, strict=False):
-            least, most = bounds.get(letter, _ANY)
+            least, most = bounds.get(letter, (0, MAX_CAPACITY))
             is_right = is_right and least <= num <= most
-            bounds[letter] = num, num
+            bounds[letter] = num, num  # as many in all tensors
         if not is_right:
-            raise StoreError(f"{path}: tensor {name!r}: {info.dtype} {list(info.shape)!s:.80}; accepted: {accepted}")
+            raise StoreError(f"{path}: tensor {name!r}: {info.dtype} {list(info.shape)!s:.80}; {accepted}")
 
 
-def _check_numbers(path: Path, learned: LearnedState, arrays: Arrays) -> None:
+def _check_numbers(path: Path, tensors: Mapping[str, Tensor], arrays: Arrays) -> None:
     """Raises StoreError naming the first number that is not one of those that its tensor may hold."""
     for name, array in arrays.items():
-        least, most = learned.tensors[name].least, learned.tensors[name].most
-        with np.errstate(invalid="ignore"):
-            if array.size == 0 or least <= array.min().item() <= array.max().item() <= most:
-                continue
-            place = np.unravel_index(int(((array >= least) & (array <= most)).argmin()), array.shape)  # NaN is wrong
-        raise StoreError(
-            f"{path}: tensor {name!r}: {[int(at) for at in place]}: {array[place]}; accepted: {least:g} to {most:g}"
-        )
+        least, most = tensors[name].least, tensors[name].most
+        is_right = (array >= least) & (array <= most)  # NaN is not
+        if not is_right.all():
+            place = np.argwhere(~is_right)[0].tolist()
+            said = f"{place}: {array[tuple(place)]}; accepted: {least:g} to {most:g}"
+            raise StoreError(f"{path}: tensor {name!r}: {said}")
 
 
 def _span(numbers: Sequence[int]) -> str:
     low, high = min(numbers), max(numbers)
     return str(low) if low == high else f"{low} to {high}"
-
-
-def _bytes_of(array: Array) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data

@@ -1,5 +1,5 @@
-/* What NumpyReuse (reuse.py) computes, to within rounding, in one call a layer. Called through ctypes: plain C, no
- * Python in it. Everything lies in the caller's memory.
+/* The arithmetic of ReuseModel (reuse.py, which explains the constants), in one call a layer. Called through ctypes:
+ * plain C, no Python in it. Everything lies in the caller's memory.
  *
  * Every instruction set and compiler gives the same bits: the order of sums is written down, no product is fused with a
  * sum (-ffp-contract=off), and nothing comes from a mathematical library.
@@ -32,7 +32,7 @@ typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 /* Of the interface: whoever calls it knows the same number. */
 int expertly_reuse_version(void) { return 1; }
 
-/* In the order in which CompiledReuse packs them. */
+/* In the order in which ReuseModel packs them. */
 struct given {
     int64_t batch, horizon, num_layers, num_steps, num_ages, num_age_classes, num_rates;
     const int64_t *layers;      /* [L, 5]: its first expert, their number; the same of those it sees; its weights */
@@ -73,11 +73,11 @@ struct reuse {
     struct given given;
     struct layer *layers;
     float *recent, *needed, *errors, *centred;
-    /* SimilarSteps */
+    /* similar steps */
     float *alike, *is_followed, *likeness, *shares;
     uint64_t *now;
     int64_t layer, at, num;
-    /* OwnPast */
+    /* own past */
     double *sums, *nums, products[3][4];
     float *said, weights[3];
 };
@@ -165,6 +165,10 @@ size_t expertly_reuse_begin(char *memory, const struct given *given) {
 }
 
 /* -- similar steps -------------------------------------------------------------------------------------------------- */
+
+/* What the last num_steps steps of decode chose, and how alike each is to the running step: by the share of its experts
+ * that both chose, in its layers so far, and less in those of the step before. They are not part of a file.
+ */
 
 INLINE float dot(const float *a, const float *b, int64_t n) {
     float lanes[LANES] = {0};
@@ -274,6 +278,11 @@ INLINE void followed_by(struct reuse *r, int64_t number, const int32_t *experts,
 }
 
 /* -- own past ------------------------------------------------------------------------------------------------------- */
+
+/* What experts of all layers turned out to be worth, by how long ago and how often they had been used, weighed against
+ * the other predictions by a regression on what was then needed. A class is a pair of an age and a rate of use (two
+ * classes an octave).
+ */
 
 /* x[3] = a[3, 3] ** -1 * b[3], of a symmetric, positive definite matrix. */
 INLINE void solve(double a[3][3], double *b, float *x) {

@@ -2,9 +2,7 @@
 what followed similar steps, and each expert's own past. They learn while the model runs, and each counts as much as it
 has been right lately (ours).
 
-`Reuse` orders one cache. The caches of one model share a `ReuseModel`. Its arithmetic is reuse.c where that was
-compiled at installation, else `NumpyReuse`: a `LayerReuse` for each layer and, for all layers, one `SimilarSteps` and
-one `OwnPast`.
+`Reuse` orders one cache. The caches of one model share a `ReuseModel`, whose arithmetic is reuse.c.
 """
 
 from __future__ import annotations
@@ -21,11 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS
 from expertly.policies.eviction import DenseScoredPolicy, MakePolicy
-from expertly.policies.known import NOTHING, Known, Training
+from expertly.policies.known import NOTHING, Known
 from expertly.policies.learned import Arrays, LearnedState, ModelShape, Sizes, Tensor
 
 Floats = npt.NDArray[np.float32]
@@ -73,6 +72,15 @@ _VERSION = 1
 """Of the interface of reuse.c, which has the same number."""
 
 
+def _worth_of_uses(discount: float) -> Floats:
+    """[HORIZON]: the worth of a use after 1, 2, ... steps."""
+    weights = discount ** np.arange(HORIZON, dtype=np.float64) / (1 - discount**HORIZON)
+    return weights.astype(np.float32)
+
+
+_USES, _NEAR_USES = _worth_of_uses(DISCOUNT), _worth_of_uses(NEAR_DISCOUNT)
+
+
 class ReuseModel(LearnedState):
     """A value for each expert of a layer: the expected sum of DISCOUNT ** (k - 1) over the steps k from now on that
     need it. The inputs are the shares of the last tokens that the experts of this layer and of nearby layers served (of
@@ -88,30 +96,69 @@ class ReuseModel(LearnedState):
         "mean": Tensor("F32", "A", 0, 1 + _ROUNDING),
         "weights": Tensor("F32", "W", -MAX_WEIGHT, MAX_WEIGHT),
     }
+    max_rows: int | None = 8192  # of a training part: more teach little, and take seconds
 
-    def __init__(self, geometry: Geometry) -> None:
-        self.shape = ModelShape.of(geometry)
-        num_experts = geometry.num_experts
-        self._mean: Floats = np.zeros(num_experts, np.float32)  # of all inputs, by dense id
-        self._values: Floats = np.zeros(num_experts, np.float32)  # as computed when each layer ran last
-        library = compiled_reuse()
-        self._arithmetic = (
-            NumpyReuse(self.shape.num_experts, self._mean, self._values)
-            if library is None
-            else CompiledReuse(library, self.shape.num_experts, self._mean, self._values)
-        )
-        self._num_tokens = [0] * self.shape.num_layers  # that each layer has seen
+    def __init__(self, shape: ModelShape) -> None:
+        """Raises ConfigError where reuse.c was not compiled."""
+        self.shape = shape
+        self._mean: Floats = np.zeros(sum(shape.num_experts), np.float32)  # of all inputs, by dense id
+        self._values: Floats = np.zeros(sum(shape.num_experts), np.float32)  # as computed when each layer ran last
+        self._library = compiled_reuse()
+        if self._library is None:
+            missing = "eviction 'reuse': there was no C compiler when expertly was installed"
+            raise ConfigError(f"{missing}; accepted: another system, such as lru, or install it anew")
+        self._weights: list[Floats] = []  # of each layer, [E, S]
+        self._rows: list[Floats] = []  # the same, [S, E filled up to whole vectors]: sums over S are sums of rows
+        for own, seen in _places(shape.num_experts):
+            num, num_seen = own.stop - own.start, seen.stop - seen.start
+            self._rows.append(np.zeros((num_seen, -(-num // 8) * 8), np.float32))
+            self._weights.append(self._rows[-1][:, :num].T)
+            self._weights[-1][:] = np.eye(num, num_seen, own.start - seen.start)  # the value is its own recent use
+        self._state = self._begin()
+        self._num_tokens = [0] * shape.num_layers  # that each layer has seen
         self._discounts: dict[int, Floats] = {}  # running layer -> discount of every expert's value
         self._worth: Floats | None = self._values
         self._layer = 0  # the running one, or the last that ran
         self._is_decode = True
+
+    def _begin(self) -> ctypes.c_void_p:
+        """The state of reuse.c where nothing has been seen."""
+        num_layers = self.shape.num_layers
+        layers = np.array(
+            [
+                (own.start, own.stop - own.start, seen.start, seen.stop - seen.start, rows.ctypes.data)
+                for (own, seen), rows in zip(_places(self.shape.num_experts), self._rows, strict=True)
+            ],
+            np.int64,
+        )
+        ages = np.array([*_AGES, 2 * _AGES[-1]])
+        rates = 2.0 ** (np.arange(_NUM_RATES) / 2 + _LEAST_OCTAVE)
+        # What each class of own past is worth before anything was seen: recent and frequent use most.
+        first = (0.75 / (1 + ages) + 1.5 * rates[:, None]).clip(0, 1).reshape(-1)
+        sizes = BATCH, HORIZON, num_layers, STEPS, len(_AGE_CLASSES), len(ages), _NUM_RATES
+        arrays = layers, self._mean, self._values, _AGE_CLASSES, _RATES, first, _FIRST_WEIGHTS, _USES, _NEAR_USES
+        numbers = (
+            *(FADING, RATE, _LEAST_NORM, MEAN_RATE, _SUM_OF_DISCOUNTS, SHARPNESS, CARRIED, _RIDGE, _FIRST_SEEN),
+            *(_FADING_OF_RATES, *(np.exp(-BATCH / (tokens * num_layers)) for tokens in (WEIGHED, KNOWN))),
+        )
+        parameters = struct.pack("7q9P12d", *sizes, *(array.ctypes.data for array in arrays), *numbers)
+        nbytes = self._library.expertly_reuse_begin(None, parameters)
+        assert nbytes, "reuse.c is of other sizes"
+        memory = np.zeros(nbytes + 64, np.uint8)
+        state = ctypes.c_void_p(-(-memory.ctypes.data // 64) * 64)
+        self._library.expertly_reuse_begin(state, parameters)
+        self._pointed_to = memory, arrays
+        return state
 
     def observe(self, router: RouterRan) -> None:
         """A layer is about to run. Prompts move the inputs; only decode updates weights."""
         self._layer, self._worth = router.layer, None
         self._is_decode = router.is_part_of_decode or True in router.is_decode
         if router.batch_tokens:
-            self._arithmetic.observe(router, is_decode=self._is_decode)
+            num = len(router.experts)
+            numbers = struct.pack(f"{2 * num}i", *router.experts, *router.num_tokens)
+            observe = self._library.expertly_reuse_observe
+            observe(self._state, router.layer, num, numbers, router.batch_tokens, self._is_decode)
             self._num_tokens[router.layer] += router.batch_tokens
 
     def worth(self) -> Floats:
@@ -124,6 +171,14 @@ class ReuseModel(LearnedState):
                 self._worth[sum(self.shape.num_experts[: self._layer + 1]) :] += SURE
         return self._worth
 
+    def _discount(self, layer: int) -> Floats:
+        if layer not in self._discounts:
+            num_layers = self.shape.num_layers
+            ahead = (np.arange(num_layers) - layer - 1) % num_layers + 1
+            discounts = np.repeat(NEAR_DISCOUNT ** (ahead / num_layers), self.shape.num_experts)
+            self._discounts[layer] = discounts.astype(np.float32)
+        return self._discounts[layer]
+
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """Copies of `tokens` that each layer has seen, [L], the `mean` of all inputs, by dense id, and all `weights`,
         layer after layer. Steps that it has yet to learn from are not part of it.
@@ -131,19 +186,20 @@ class ReuseModel(LearnedState):
         return {
             "tokens": np.array(self._num_tokens, np.int64),
             "mean": self._mean.copy(),
-            "weights": np.concatenate([weights.reshape(-1) for weights in self._arithmetic.weights]),
+            "weights": np.concatenate([weights.reshape(-1) for weights in self._weights]),
         }
 
     def restore(self, arrays: Arrays) -> None:
         self._mean[:] = arrays["mean"]
         self._num_tokens = arrays["tokens"].tolist()
-        ends = list(accumulate(weights.size for weights in self._arithmetic.weights))
-        for weights, part in zip(self._arithmetic.weights, np.split(arrays["weights"], ends[:-1]), strict=True):
+        ends = list(accumulate(weights.size for weights in self._weights))
+        for weights, part in zip(self._weights, np.split(arrays["weights"], ends[:-1]), strict=True):
             weights[:] = part.reshape(weights.shape)
-        self._arithmetic.restored([min(num, MEANS_KNOWN) for num in self._num_tokens])
+        num_known = np.minimum(arrays["tokens"], MEANS_KNOWN).astype(np.int64)
+        self._library.expertly_reuse_restored(self._state, num_known.ctypes.data)
 
     def sizes(self) -> Sizes:
-        num_weights = sum(weights.size for weights in self._arithmetic.weights)
+        num_weights = sum(weights.size for weights in self._weights)
         return {"A": (len(self._mean),) * 2, "W": (num_weights,) * 2}
 
     @property
@@ -155,17 +211,9 @@ class ReuseModel(LearnedState):
     def generation(self) -> int:  # type: ignore[override]
         return self.num_learned
 
-    def _discount(self, layer: int) -> Floats:
-        if layer not in self._discounts:
-            num_layers = len(self._num_tokens)
-            ahead = (np.arange(num_layers) - layer - 1) % num_layers + 1
-            discounts = np.repeat(NEAR_DISCOUNT ** (ahead / num_layers), self.shape.num_experts)
-            self._discounts[layer] = discounts.astype(np.float32)
-        return self._discounts[layer]
-
 
 @cache
-def compiled_reuse(folder: Path = Path(__file__).parent) -> ctypes.PyDLL | None:
+def compiled_reuse(folder: Path = Path(__file__).parent) -> Any:
     """The library of reuse.c. None where it was not compiled when expertly was installed, or is of another version.
 
     Calls keep the interpreter lock: they take microseconds, and to get it back from a thread that computes may take
@@ -186,255 +234,6 @@ def compiled_reuse(folder: Path = Path(__file__).parent) -> ctypes.PyDLL | None:
     return None
 
 
-class CompiledReuse:
-    """What `NumpyReuse` does, by reuse.c."""
-
-    def __init__(self, library: ctypes.PyDLL, num_experts: Sequence[int], mean: Floats, values: Floats) -> None:
-        places = _places(num_experts)
-        self.weights: list[Floats] = []
-        rows = []  # of all layers, [S, E]: sums over S are sums of rows, each filled up to whole vectors
-        for own, seen in places:
-            weights = _first_weights(own, seen)
-            rows.append(np.zeros((weights.shape[1], -(-len(weights) // 8) * 8), np.float32))
-            self.weights.append(rows[-1][:, : len(weights)].T)
-            self.weights[-1][:] = weights
-        past = OwnPast(len(places))
-        sizes = BATCH, HORIZON, len(places), STEPS, len(_AGE_CLASSES), len(_AGES) + 1, _NUM_RATES
-        layers = np.array(
-            [
-                (own.start, own.stop - own.start, seen.start, seen.stop - seen.start, weights.ctypes.data)
-                for (own, seen), weights in zip(places, rows, strict=True)
-            ],
-            np.int64,
-        )
-        arrays = layers, mean, values, _AGE_CLASSES, _RATES, past.first, _FIRST_WEIGHTS, _USES, _NEAR_USES
-        numbers = (
-            *(FADING, RATE, _LEAST_NORM, MEAN_RATE, _SUM_OF_DISCOUNTS, SHARPNESS, CARRIED, _RIDGE, _FIRST_SEEN),
-            *(_FADING_OF_RATES, past.fading, past.fading_of_said),
-        )
-        parameters = struct.pack("7q9P12d", *sizes, *(array.ctypes.data for array in arrays), *numbers)
-        nbytes = library.expertly_reuse_begin(None, parameters)
-        assert nbytes, "reuse.c is of other sizes"
-        memory = np.zeros(nbytes + 64, np.uint8)
-        self._state = ctypes.c_void_p(-(-memory.ctypes.data // 64) * 64)
-        library.expertly_reuse_begin(self._state, parameters)
-        self._pointed_to = (memory, *arrays, *rows)
-        self._observe, self._restored = library.expertly_reuse_observe, library.expertly_reuse_restored
-
-    def observe(self, router: RouterRan, *, is_decode: bool) -> None:
-        num = len(router.experts)
-        numbers = struct.pack(f"{2 * num}i", *router.experts, *router.num_tokens)
-        self._observe(self._state, router.layer, num, numbers, router.batch_tokens, is_decode)
-
-    def restored(self, num_followed: Sequence[int]) -> None:
-        self._restored(self._state, np.array(num_followed, np.int64).ctypes.data)
-
-
-class NumpyReuse:
-    """What the values of all experts follow from. It writes them to `values`, and the averages of their inputs to
-    `mean`, by dense id.
-    """
-
-    def __init__(self, num_experts: Sequence[int], mean: Floats, values: Floats) -> None:
-        recent: Floats = np.zeros(len(mean), np.float32)  # by dense id
-        places = _places(num_experts)
-        past = OwnPast(len(places))
-        self._similar = SimilarSteps(num_experts)
-        self._layers = [LayerReuse(own, seen, recent, mean, past) for own, seen in places]
-        self._own = [(recent[own], values[own]) for own, _ in places]
-        self.weights = [layer.weights for layer in self._layers]
-        """Of each layer, [E, S]. Who writes them calls `restored` then."""
-
-    def observe(self, router: RouterRan, *, is_decode: bool) -> None:
-        """A layer is about to run at least one token."""
-        layer, batch_tokens = router.layer, router.batch_tokens
-        left = float(FADING**batch_tokens)
-        recent, values = self._own[layer]
-        recent *= left
-        recent[list(router.experts)] += np.array(router.num_tokens) * ((1 - left) / batch_tokens)
-        pairs = zip(router.experts, router.num_tokens, strict=True)
-        experts = [expert for expert, num in pairs if num]  # others were chosen by pads alone
-        similar = self._similar.followed_by(layer, experts) if is_decode else self._similar.end(layer)
-        values[:] = self._layers[layer].step(experts, similar, batch_tokens, is_decode=is_decode)
-
-    def restored(self, num_followed: Sequence[int]) -> None:
-        """Weights and means come from another process; the means of each layer count for so many tokens."""
-        for layer, num in zip(self._layers, num_followed, strict=True):
-            layer.restored(num)
-
-
-class LayerReuse:
-    """The weights of the E experts of one layer, and the steps that they have yet to learn from. `own` and `seen` are
-    the dense ids of these experts and of the S experts whose inputs the layer uses. `recent` and `mean` are the inputs
-    of all experts and their averages; `NumpyReuse` updates the former, layers the latter. `past` is all layers'.
-    """
-
-    def __init__(self, own: slice, seen: slice, recent: Floats, mean: Floats, past: OwnPast) -> None:
-        num = own.stop - own.start
-        self._own_seen = slice(own.start - seen.start, own.stop - seen.start)
-        self.weights = _first_weights(own, seen)
-        self._base: Floats = np.zeros(num, np.float32)  # the value where inputs are at their averages
-        # To learn from: inputs [S], values, what similar steps say, uses and classes of own past, [E].
-        self._steps: list[tuple[Floats, Floats, Floats, Floats, npt.NDArray[np.int64]]] = []
-        self._num_followed = 0  # tokens that the means of its inputs rest on
-        self._age = np.full(num, len(_AGE_CLASSES), np.int64)  # steps since each expert's last use
-        self._served: Floats = np.zeros(num, np.float32)  # steps, or prompt tokens, that each expert served; fading
-        self._num_served = 1.0  # those of the layer; fading
-        self._rate_class = np.zeros(num, np.int64)  # class of the ratio of the two (OwnPast)
-        self._past = past
-        self._recent, self._own_recent = recent[seen], recent[own]
-        self._mean, self._own_mean = mean[seen], mean[own]
-
-    def step(self, used: Sequence[int], similar: Floats, num_tokens: int, *, is_decode: bool) -> Floats:
-        """The layer is about to use these experts, by number in the layer. `similar`: what similar steps needed after
-        it, [E]. Returns the value of each expert, [E]. Updates the mean of the layer's inputs.
-        """
-        if len(self._steps) == BATCH + HORIZON:
-            self._learn()
-        if not is_decode:  # a prompt's experts say nothing of the steps after it
-            self._steps.clear()
-            self._follow(self._own_recent, num_tokens)
-        values = self._products(self._recent) + self._base
-        uses: Floats = np.zeros(len(values), np.float32)
-        uses[used] = 1
-        self._age += 1
-        self._age[used] = 0
-        if is_decode:
-            self._served += uses
-            self._num_served += 1
-        else:  # as if each expert's tokens were spread evenly over the prompt
-            self._age[used] = np.rint(1 / np.maximum(self._own_recent[used], 1 / num_tokens))
-            self._served += self._own_recent * np.float32(num_tokens)
-            self._num_served += num_tokens
-            self._rate()
-        classes = _AGE_CLASSES.take(self._age, mode="clip") + self._rate_class
-        self._steps.append((self._recent.copy(), values, similar, uses, classes))
-        self._num_followed += num_tokens
-        of_model, of_similar, of_past = self._past.weights
-        worth: Floats = of_model * values + of_similar * similar + of_past * self._past.said[classes]
-        return worth
-
-    def restored(self, num_followed: int) -> None:
-        self._num_followed = num_followed
-        self._steps.clear()
-        self._rebase()
-
-    def _learn(self) -> None:
-        """Learn from the oldest steps and drop them."""
-        inputs, values, similar, used, classes = map(np.stack, zip(*self._steps, strict=True))
-        inputs, values = inputs[:BATCH], values[:BATCH]
-        self._past.learn(classes[:BATCH], values, similar[:BATCH], _targets(NEAR_DISCOUNT) @ used)
-        centred = inputs - self._mean
-        errors = _targets(DISCOUNT) @ used - values
-        errors *= (RATE / (_LEAST_NORM + np.einsum("bs,bs->b", centred, centred)))[:, None]
-        self.weights += np.einsum("be,bs->es", errors, centred)
-        self._follow(inputs[:, self._own_seen].mean(axis=0), BATCH)
-        self._served *= _FADING_OF_RATES
-        self._num_served *= _FADING_OF_RATES
-        self._rate()
-        del self._steps[:BATCH]
-
-    def _rate(self) -> None:
-        rates = self._served / np.float32(self._num_served)
-        self._rate_class[:] = np.searchsorted(_RATES, rates, side="right") * (len(_AGES) + 1)
-
-    def _follow(self, recent: Floats, num_tokens: int) -> None:
-        rate = max(1 - (1 - MEAN_RATE) ** num_tokens, num_tokens / max(num_tokens, self._num_followed))
-        self._own_mean += (recent - self._own_mean) * np.float32(rate)
-        self._rebase()
-
-    def _rebase(self) -> None:
-        np.subtract(self._own_mean * np.float32(_SUM_OF_DISCOUNTS), self._products(self._mean), out=self._base)
-
-    def _products(self, inputs: Floats) -> Floats:
-        """[E]. Not by BLAS, which might round differently with another number of threads."""
-        products: Floats = np.einsum("es,s->e", self.weights, inputs)
-        return products
-
-
-class SimilarSteps:
-    """What the last STEPS steps of decode chose, and how alike each is to the running step: by the share of its experts
-    that both chose, in its layers so far, and less in those of the step before. They are not part of a file.
-    """
-
-    def __init__(self, num_experts: Sequence[int]) -> None:
-        self._num_layers = self._layer = len(num_experts)
-        self._used: list[Floats] = [np.zeros((num, STEPS), np.float32) for num in num_experts]
-        self._nothing: list[Floats] = [np.zeros(num, np.float32) for num in num_experts]
-        self._alike: Floats = np.zeros(STEPS, np.float32)
-        self._counts: Floats = np.zeros(STEPS, np.float32)  # 1 where HORIZON steps followed before a prompt
-        self._at = 0  # the running step's place; the one after it is the oldest's
-        self._num = 0  # steps since the last prompt
-
-    def followed_by(self, layer: int, experts: Sequence[int]) -> Floats:
-        """What a layer that is about to use these experts, by number in the layer, needed after similar steps, [E]."""
-        if layer <= self._layer:
-            self._begin()
-        self._layer = layer
-        used, alike = self._used[layer], self._alike
-        alike += np.add.reduce(used[experts]) * np.float32(SHARPNESS / (self._num_layers * max(1, len(experts))))
-        used[:, self._at] = 0
-        used[experts, self._at] = 1
-        likeness = np.exp(alike - np.maximum.reduce(alike))
-        likeness *= self._counts
-        total = np.add.reduce(likeness)
-        if not total:
-            return self._nothing[layer]
-        likeness /= total
-        shares = np.convolve(np.concatenate((likeness[-HORIZON:], likeness[:-1])), _NEAR_USES, "valid")
-        needed: Floats = np.einsum("es,s->e", used, shares)
-        return needed
-
-    def end(self, layer: int) -> Floats:
-        """A prompt runs: what follows it does not follow the last steps. Returns zeros, [E]."""
-        self._num = 0
-        self._layer = self._num_layers
-        self._alike.fill(0)
-        return self._nothing[layer]
-
-    def _begin(self) -> None:
-        self._at = (self._at + 1) % STEPS
-        self._counts[self._at] = 0
-        self._num += 1
-        if self._num > HORIZON:
-            self._counts[self._at - HORIZON] = 1
-        self._alike = np.roll(self._alike, 1) * np.float32(CARRIED)
-
-
-class OwnPast:
-    """What experts of all layers turned out to be worth, by how long ago and how often they had been used, weighed
-    against the other predictions by a regression on what was then needed, over the last WEIGHED tokens.
-
-    A class is a pair of an age in _AGE_CLASSES and a rate of use (two classes an octave). Before anything was seen,
-    recent and frequent use are worth most.
-    """
-
-    def __init__(self, num_layers: int) -> None:
-        ages = np.array([*_AGES, 2 * _AGES[-1]])
-        rates = 2.0 ** (np.arange(_NUM_RATES) / 2 + _LEAST_OCTAVE)
-        self.first = (0.75 / (1 + ages) + 1.5 * rates[:, None]).clip(0, 1).reshape(-1)
-        self._sums, self._nums = np.zeros(len(self.first)), np.zeros(len(self.first))
-        self.said: Floats = self.first.astype(np.float32)  # the worth of each class
-        self.weights: Floats = _FIRST_WEIGHTS.astype(np.float32)  # of the model, similar steps and own past
-        self._products = np.zeros((4, 4))  # of these three and what was needed
-        self.fading = np.exp(-BATCH / (WEIGHED * num_layers))
-        self.fading_of_said = np.exp(-BATCH / (KNOWN * num_layers))
-
-    def learn(self, classes: npt.NDArray[np.int64], values: Floats, similar: Floats, needed: Floats) -> None:
-        """Learn from B steps of a layer, [B, E] each: classes, what was said of them, and what they were worth."""
-        terms = np.stack((values, similar, self.said[classes], needed)).reshape(4, -1).astype(np.float64)
-        self._products *= self.fading
-        self._products += np.einsum("im,jm->ij", terms, terms)
-        squares = self._products[:3, :3] + _RIDGE * np.eye(3)
-        self.weights[:] = np.linalg.solve(squares, self._products[:3, 3] + _RIDGE * _FIRST_WEIGHTS)
-        flat, num = classes.reshape(-1), len(self._nums)
-        for array in (self._sums, self._nums):
-            array *= self.fading_of_said
-        self._sums += np.bincount(flat, needed.reshape(-1), num)
-        self._nums += np.bincount(flat, minlength=num)
-        self.said[:] = (self._sums + _FIRST_SEEN * self.first) / (self._nums + _FIRST_SEEN)
-
-
 def _places(num_experts: Sequence[int]) -> list[tuple[slice, slice]]:
     """For each layer the dense ids of its experts and of those whose inputs it uses: of as many layers as MOST_WEIGHTS
     allows.
@@ -450,38 +249,6 @@ def _places(num_experts: Sequence[int]) -> list[tuple[slice, slice]]:
     return places
 
 
-def _first_weights(own: slice, seen: slice) -> Floats:
-    """[E, S]: the value is an expert's own recent use."""
-    return np.eye(own.stop - own.start, seen.stop - seen.start, own.start - seen.start, np.float32)
-
-
-@cache
-def _targets(discount: float) -> Floats:
-    """[BATCH, BATCH + HORIZON]: uses -> the discounted uses after each of the first BATCH steps."""
-    ahead = np.arange(BATCH + HORIZON) - np.arange(BATCH)[:, None]
-    weights = np.where((ahead >= 1) & (ahead <= HORIZON), discount ** (ahead - 1.0), 0.0)
-    return (weights / (1 - discount**HORIZON)).astype(np.float32)
-
-
-_USES, _NEAR_USES = (_targets(discount)[0, 1 : 1 + HORIZON].copy() for discount in (DISCOUNT, NEAR_DISCOUNT))
-"""The worth of a use after 1, 2, ... steps."""
-
-
-class ReuseTraining(Training):
-    """Teaches a model what the training part uses again soon."""
-
-    max_rows = 8192  # more teach little, and take seconds
-
-    def __init__(self, model: ReuseModel) -> None:
-        self._model = model
-
-    def router_ran(self, router: RouterRan) -> None:
-        self._model.observe(router)
-
-    def found(self, origin: str) -> ReuseModel:
-        return self._model
-
-
 class Reuse(DenseScoredPolicy):
     """The score is the model's value, as seen from the layer that ran last. A cache that holds all experts of the model
     learns nothing, since it never evicts.
@@ -493,31 +260,29 @@ class Reuse(DenseScoredPolicy):
 
     def __init__(self, geometry: Geometry, model: ReuseModel, capacity: int) -> None:
         super().__init__(geometry.num_experts)
-        self.model = model
-        """The model that all caches share."""
+        self._model = model  # that all caches share
         self._has_choice = capacity < geometry.num_experts
 
     @classmethod
     def of_model(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
         """The caches share one model, which starts from a known one of the same layers, or with nothing learned."""
         cls.parse(given)
-        shared = ReuseModel(geometry)
-        taught = known.get(ReuseModel)
+        shared, taught = ReuseModel(ModelShape.of(geometry)), known.get(ReuseModel)
         if taught is not None and taught.shape.num_experts == shared.shape.num_experts:
             shared.restore(taught.state())
         return lambda capacity, layers: cls(geometry, shared, capacity)
 
     @classmethod
-    def training(cls, geometry: Geometry) -> ReuseTraining:
-        return ReuseTraining(ReuseModel(geometry))
+    def training(cls, geometry: Geometry) -> ReuseModel:
+        return ReuseModel(ModelShape.of(geometry))
 
     @property
     def learned(self) -> ReuseModel:
-        return self.model
+        return self._model
 
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         if self._has_choice:
-            self.model.observe(router)
+            self._model.observe(router)
 
     def all_scores(self) -> Floats:
-        return self.model.worth()
+        return self._model.worth()

@@ -64,8 +64,7 @@ def entry_folder(model_type: str, identity: str, stored_as: str, cache_dir: Path
 
 
 def learned_beside(folder: Path, kind: str) -> Path:
-    """The file of a kind of LEARNED for the model of a store; it may not exist."""
-    assert kind in LEARNED
+    """The file of what a policy learned of the model of a store, by its kind; it may not exist."""
     folder = folder.absolute()
     return folder.with_name(f"{folder.name}.{kind}")
 

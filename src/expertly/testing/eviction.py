@@ -6,27 +6,29 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from expertly.policies.eviction import EvictionPolicy
+from expertly.policies.known import NOTHING, Known
 from expertly.policies.prefetch import PrefetchOrder
-from expertly.testing.made_up import KNOWN, expect, small_model
+from expertly.testing.made_up import expect, small_model
 
-SHAPE = small_model(layers=16, experts=64, top_k=2)
+MODEL = small_model(layers=16, experts=64, top_k=2)
 
 Make = Callable[[int], EvictionPolicy]
-"""The policy of a cache of so many experts of SHAPE. Two of them know nothing of each other."""
+"""The policy of a cache of so many experts of MODEL. Two of them know nothing of each other."""
 
 
-def check_eviction(policy: type[EvictionPolicy]) -> None:
+def check_eviction(policy: type[EvictionPolicy], known: Known = NOTHING) -> None:
     """Run all of EVICTION_CHECKS. Raises AssertionError naming the promise that is not kept."""
     for check in EVICTION_CHECKS:
-        check(lambda capacity: policy.make(SHAPE, capacity, KNOWN))
+        check(lambda capacity: policy.make(MODEL, capacity, known))
 
 
 def check_prefetch(order: type[PrefetchOrder]) -> None:
     """Of one layer, the surer never comes later. Raises AssertionError otherwise."""
     priority = order.make().priority
     for layers_to_go in (1, 2, 7):
-        found = [priority(score, layers_to_go) for score in (0.0, 0.1, 0.5, 0.9, 1.0)]
-        expect(found == sorted(found), f"a priority never falls with the score ({layers_to_go} layers to go)", found)
+        priorities = [priority(score, layers_to_go) for score in (0.0, 0.1, 0.5, 0.9, 1.0)]
+        promise = f"a priority never falls with the score ({layers_to_go} layers to go)"
+        expect(priorities == sorted(priorities), promise, priorities)
 
 
 def every_kept_expert_is_named_once_and_no_other(make: Make) -> None:
@@ -41,15 +43,15 @@ def what_is_protected_is_never_named_and_naming_changes_nothing(make: Make) -> N
     policy = make(8)
     _expect_kept(policy, [])
     _admit(policy, range(8))
-    found = list(policy.victims({2, 4}))
-    expect(not {2, 4} & set(found), "what is protected is no victim", found)
+    victims = list(policy.victims({2, 4}))
+    expect(not {2, 4} & set(victims), "what is protected is no victim", victims)
     next(iter(policy.victims(set())))
     _expect_kept(policy, range(8))
 
 
 def protection_changes_no_order(make: Make) -> None:
     """One that draws its order anew each time it is asked has none."""
-    first, second, third = make(2), make(2), make(2)
+    first, second, third = (make(2) for _ in range(3))
     for policy in (first, second, third):
         _admit(policy, [5, 1, 7, 3, 8, 2])
         policy.used([7, 5], [2, 3], 4)
@@ -74,27 +76,25 @@ def being_used_by_pads_alone_is_no_use(make: Make) -> None:
     for policy in (used, unused):
         _admit(policy, [3, 1, 2])
     used.used([3, 1], [0, 0], 0)
-    found = list(used.victims(()))
-    expect(found == list(unused.victims(())), "an expert that served no token was not used", found)
+    victims = list(used.victims(()))
+    expect(victims == list(unused.victims(())), "an expert that served no token was not used", victims)
 
 
 def what_is_predicted_may_come_at_any_time_and_changes_no_membership(make: Make) -> None:
-    policy, num_experts = make(8), SHAPE.num_experts
-    of_others = [0.0] * (SHAPE.layers[0].num_experts - 8)
-    policy.predicted(0, [*[0.1] * 8, *of_others])
-    policy.expected([0.5] * num_experts)
-    _admit(policy, [5, 1, 7, 3])
-    policy.predicted(0, [0.5, 0.4, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, *of_others])
-    policy.expected([0.0] * num_experts)
-    policy.removed(7)
-    policy.predicted(0, [0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.9, *of_others])
-    policy.expected([float(expert % 2) for expert in range(num_experts)])
+    policy, num_of_layer = make(8), MODEL.layers[0].num_experts
+    for admitted, removed, share in (((), (), 0.1), ([5, 1, 7, 3], (), 0.5), ((), [7], 0.0)):
+        policy.predicted(0, [share, 0.4, share, *[0.0] * (num_of_layer - 3)])
+        policy.expected([share * (expert % 2) for expert in range(MODEL.num_experts)])
+        _admit(policy, admitted)
+        for expert in removed:
+            policy.removed(expert)
+    policy.predicted(0, [0.9] * num_of_layer)
     _expect_kept(policy, [1, 3, 5])
 
 
 def equal_histories_give_equal_victims(make: Make) -> None:
-    found = [_history(make(6)) for _ in range(2)]
-    expect(found[0] == found[1], "of two policies that saw the same the victims are the same")
+    first, second = (_history(make(6)) for _ in range(2))
+    expect(first == second, "of two policies that saw the same the victims are the same")
 
 
 EVICTION_CHECKS = (
@@ -110,21 +110,20 @@ EVICTION_CHECKS = (
 
 def _history(policy: EvictionPolicy) -> list[list[int]]:
     """The victims of 300 uses with room for six."""
-    dice, kept, seen = Random(3), list[int](), []
+    dice, kept, history = Random(3), list[int](), []
     for _ in range(300):
         expert = dice.randrange(20)
+        if expert not in kept and len(kept) == 6:
+            history.append(list(policy.victims({expert})))
+            if not history[-1]:
+                continue
+            kept.remove(history[-1][0])
+            policy.removed(history[-1][0])
         if expert not in kept:
-            if len(kept) == 6:
-                victims = list(policy.victims({expert}))
-                seen.append(victims)
-                if not victims:
-                    continue
-                kept.remove(victims[0])
-                policy.removed(victims[0])
             kept.append(expert)
             policy.admitted(expert)
         policy.used([expert], [1], 1)
-    return seen
+    return history
 
 
 def _admit(policy: EvictionPolicy, experts: Sequence[int]) -> None:
@@ -134,5 +133,5 @@ def _admit(policy: EvictionPolicy, experts: Sequence[int]) -> None:
 
 
 def _expect_kept(policy: EvictionPolicy, kept: Sequence[int]) -> None:
-    found = list(policy.victims(set()))
-    expect(sorted(found) == list(kept), "what is kept is named once each, and nothing else", found)
+    named = list(policy.victims(set()))
+    expect(sorted(named) == list(kept), "what is kept is named once each, and nothing else", named)

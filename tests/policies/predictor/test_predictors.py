@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,65 +16,42 @@ from expertly.core.observation import Began, Routed
 from expertly.policies.known import Known
 from expertly.policies.prediction import Predictor, best_of_rows
 from expertly.policies.registry import PREDICTORS
-from expertly.testing import PREDICTOR_CHECKS, made_up
-from expertly.testing.made_up import SHAPE, ListFuture, some_future
-from expertly.testing.predictor import DISTANCES
+from expertly.testing import check_predictor
+from expertly.testing.made_up import SHAPE, Demands, watched
 from tests.scheduler.drive import geometry
-from tests.tables import crossed
 from tests.weights import random_weights
 
+BUILT_IN = dict(PREDICTORS.built_in)
 
-def known(shape: Geometry, future: ListFuture, seed: int = 0) -> Known:
+
+def known(shape: Geometry, demands: Demands, seed: int) -> Known:
     """All that a predictor may ask for."""
-    return Known(future=future, seed=seed, given=(random_weights(shape.layers, seed=seed),))
+    return Known(seed=seed, given=(random_weights(shape.layers, seed=seed),))
 
 
-def watched(name: str, distance: int, **settings: Any) -> tuple[ListFuture, list[tuple[int, Prediction]]]:
-    """The future, and every prediction with the step at which it was made (-1: before the first)."""
-    return made_up.watched(PREDICTORS[name], distance, known=known, **settings)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_conformance(name: str) -> None:
+    """A new predictor inherits this by being in PREDICTORS."""
+    check_predictor(BUILT_IN[name], known)
 
 
-CHECKED = list(product(PREDICTORS, PREDICTOR_CHECKS))
-
-
-@pytest.mark.parametrize(
-    ("name", "check", "distance"),
-    dict.fromkeys(
-        (*one, distance)
-        for start in (0, 2)
-        for one, distance in crossed(CHECKED, [*DISTANCES[start:], *DISTANCES[:start]])
-    ),
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_conformance(name: str, check: Any, distance: int) -> None:
-    """A new predictor inherits these by being in PREDICTORS; each at two of the distances in turn."""
-    check(PREDICTORS[name], distance, known)
-
-
-@pytest.mark.parametrize("name", [name for name, one in PREDICTORS.items() if one.gives_probabilities])
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "eam"])  # which weighs them by the layers to go
 def test_of_one_row_scores_are_probabilities(name: str) -> None:
-    if not name.startswith("eam"):  # which weighs them by the layers to go
-        for _, prediction in watched(name, 2)[1]:
-            assert prediction.probabilities is not None
-            assert prediction.scores == [prediction.probabilities[expert] for expert in prediction.experts]
+    for _, prediction in watched(BUILT_IN[name], 2, known=known)[1]:
+        assert prediction.probabilities is not None
+        assert prediction.scores == [prediction.probabilities[expert] for expert in prediction.experts]
 
 
-@pytest.mark.parametrize("name", PREDICTORS)
-def test_its_arrays_are_checked(name: str) -> None:
-    one = PREDICTORS[name]
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_it_is_made_with_is_checked(name: str) -> None:
+    policy = BUILT_IN[name]
     with pytest.raises(ConfigError, match=f"prediction='{name}': option 'colour': unknown"):
-        one.make(SHAPE, Known(future=some_future(SHAPE, 1)), 1, {"colour": "red"})
-    if "future" in one.needs:
-        with pytest.raises(ConfigError, match=f"prediction '{name}'.*only a simulation"):
-            one.make(SHAPE, Known(), 1)
-        return
+        policy.make(SHAPE, Known(), 1, {"colour": "red"})
     with pytest.raises(ConfigError, match="distance=0: must be at least 1"):
-        one.make(SHAPE, Known(), 0)
-    if one.weights:
+        policy.make(SHAPE, Known(), 0)
+    if policy.weights:
         with pytest.raises(ConfigError, match=r"no weights.*expertly lab train"):
-            one.make(SHAPE, Known(), 1)
-    else:
-        one.make(SHAPE, Known(), 1)
+            policy.make(SHAPE, Known(), 1)
 
 
 def naively(scores: np.ndarray, width: int) -> list[tuple[int, float]]:

@@ -14,14 +14,14 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.allocation import Allocation, uniform_quotas, with_rests
 from expertly.policies.base import PolicyOptions, option
-from expertly.policies.known import NOTHING, Known, Training
+from expertly.policies.known import NOTHING, Known
+from expertly_lab.baselines.oracle import NEVER
 
 Costs = Sequence[npt.NDArray[np.floating[Any]] | npt.NDArray[np.integer[Any]]]
 
 _LEAST_GAIN = 0.01
 """The least share of the expected loads that new quotas must save to be taken (our choice)."""
 
-_NEVER = 1 << 62
 _STEPS = 30
 """Costs are rounded to 2**-30 of one, or less finely where sums would not fit 63 bits."""
 
@@ -122,20 +122,20 @@ class Usage:
     origin: str  # in words
 
 
-class UsageTraining(Training):
+class UsageTraining:
     """Counts the misses of LRU caches of every size, and how much the predictor names of what is needed."""
 
-    needs_predictions = True
+    max_rows = None
 
     def __init__(self, geometry: Geometry) -> None:
         self._seen = [StackDistances(layer.num_experts) for layer in geometry.layers]
         self._newest: dict[int, Sequence[int]] = {}  # experts that the newest prediction of each layer named
         self._num_needed, self._num_named = [0] * geometry.num_layers, [0] * geometry.num_layers
 
-    def predicted(self, prediction: Prediction) -> None:
-        self._newest[prediction.layer] = prediction.experts
+    def predicted(self, predictions: Iterable[Prediction]) -> None:
+        self._newest |= {prediction.layer: prediction.experts for prediction in predictions}
 
-    def router_ran(self, router: RouterRan) -> None:
+    def observe(self, router: RouterRan) -> None:
         decoding = _decoding(router)
         self._seen[router.layer].add(decoding)
         needed = {expert for _, expert in decoding}
@@ -143,6 +143,7 @@ class UsageTraining(Training):
         self._num_named[router.layer] += len(needed.intersection(self._newest.pop(router.layer, ())))
 
     def found(self, origin: str) -> Usage:
+        """`origin`: the training part, in words."""
         pairs = zip(self._num_named, self._num_needed, strict=True)
         recall = tuple(named / max(1, needed) for named, needed in pairs)
         return Usage(tuple(one.misses() for one in self._seen), recall, origin)
@@ -199,12 +200,12 @@ def cheapest_quotas(costs: Costs, num_experts: int) -> list[int]:
     if not 0 <= num_experts <= sum(limits):
         raise ConfigError(f"num_experts={num_experts}: must be from 0 to {sum(limits)}")
     keys = _keys(costs)
-    below = [np.full(num_experts + 1, _NEVER, np.int64)]  # of the layers from the last one up: the least by number
+    below = [np.full(num_experts + 1, NEVER, np.int64)]  # of the layers from the last one up: the least by number
     below[0][0] = 0
     most = 0  # that these layers can hold
     for key in reversed(keys):
         following = below[-1]
-        least = np.full(num_experts + 1, _NEVER, np.int64)
+        least = np.full(num_experts + 1, NEVER, np.int64)
         for num, price in enumerate(key.tolist()):
             end = min(num_experts, most + num) + 1
             if end > num:

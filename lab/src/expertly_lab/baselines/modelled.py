@@ -12,7 +12,7 @@ from expertly.core.observation import Routed
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.known import Known
 from expertly.policies.prediction import Predictor
-from expertly_lab.baselines.oracle import _future_of
+from expertly_lab.baselines.oracle import future_of
 
 ACCURACY = {1: 0.905, 8: 0.545}
 """By distance, of skip prediction (ProMoE, section 4); in between it falls linearly, beyond it stays."""
@@ -50,7 +50,7 @@ class ModelledLookahead(Predictor):
     def __init__(self, geometry: Geometry, distance: int, options: ModelledOptions, known: Known) -> None:
         self._accuracy, self._stride = options.accuracy, options.stride
         self._num_experts = [layer.num_experts for layer in geometry.layers]
-        self._future = _future_of(known, self.name)
+        self._future = future_of(known, "prediction 'modelled'")
         self._distance = distance
         self._random = Random(known.seed)
 

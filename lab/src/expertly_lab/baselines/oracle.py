@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Routed
 from expertly.policies.eviction import ScoredPolicy
-from expertly.policies.known import NEVER, Future, Known
+from expertly.policies.known import Known
 from expertly.policies.prediction import Predictor
+
+NEVER = 1 << 62
+"""The step of a next use that does not come."""
+
+
+class Future(Protocol):
+    """The demands to come. A step is one layer of one iteration, counted over the run; experts are dense ids."""
+
+    step: int  # the running one
+
+    def next_use(self, expert: int) -> int:
+        """The step at which an expert that the running step needs is needed again, or NEVER."""
+        ...
+
+    def needs(self, ahead: int) -> tuple[int, list[int]] | None:
+        """(layer, experts by their number in it, in router order) of step `step + ahead`; None: past the end."""
+        ...
 
 
 class Belady(ScoredPolicy):
@@ -31,9 +48,7 @@ class Belady(ScoredPolicy):
 
     @classmethod
     def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> Belady:
-        if known.future is None:
-            raise ConfigError("eviction 'belady': needs to know the demands to come; only a simulation does")
-        return cls(known.future)
+        return cls(future_of(known, "eviction 'belady'"))
 
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         for expert in experts:
@@ -52,7 +67,7 @@ class Perfect(Predictor):
     gives_probabilities = False
 
     def __init__(self, geometry: Geometry, distance: int, options: Any, known: Known) -> None:
-        self._future = _future_of(known, self.name)
+        self._future = future_of(known, "prediction 'perfect'")
         self._reach = min(distance, geometry.num_layers - 1)  # one demand a layer
         self._said = -1  # the last step named
 
@@ -67,7 +82,8 @@ class Perfect(Predictor):
             yield Prediction(layer, experts, [-float(step)] * len(experts), step - now)
 
 
-def _future_of(known: Known, name: str) -> Future:
+def future_of(known: Known, name: str) -> Future:
     if known.future is None:
-        raise ConfigError(f"prediction {name!r}: needs to know the demands to come; only a simulation does")
-    return known.future
+        raise ConfigError(f"{name}: needs to know the demands to come; only a simulation does")
+    future: Future = known.future
+    return future

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from expertly.cli.loading import load_model
 from expertly.cli.output import in_brackets, message, progress_bar, reserved_stdout, show, table
@@ -50,11 +50,8 @@ class TraceRecordOptions(LoadOptions):
     seed: int = option(0, "of sampling", metavar="N", type=seed, panel=ADVANCED)
     requests: int | None = option(None, "only the first N prompts", least=1)
     full: bool = option(False, "add routing scores, lookahead, router inputs and embeddings")
-    learned: str | Path | None = load_option(
-        "learned",
-        default="off",
-        help="where the system keeps what it learns, as of `run`; off: the trace shows this run alone",
-        panel=RESEARCH,
+    learned: Literal["auto", "off"] = load_option(
+        "learned", default="off", help="auto, as of `run`; or off: the trace shows this run alone", panel=RESEARCH
     )
     json: bool = json_flag()
 

@@ -75,7 +75,7 @@ def run(args: TrainPredictorOptions) -> int:
     file = read_learned(args.out, LearnedWeights, identity=identity)
     weights = file.learned
     result = {
-        "out": str(file.path),
+        "out": str(args.out),
         "model": about["model"],
         "identity": file.identity,
         "distances": list(weights.distances),

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.geometry import Geometry
-from expertly.policies.known import NEVER
+from expertly_lab.baselines.oracle import NEVER
 from expertly_lab.sim.workload import Iteration, TraceWorkload
 from expertly_lab.trace.schema import NO_EXPERT, max_experts, max_top_k
 from expertly_lab.trace.shards import scratch
@@ -69,7 +69,7 @@ def _iteration_of(workload: TraceWorkload, row: int) -> int:
 
 
 class TraceFuture:
-    """A policies.known.Future over a workload; it knows the running iteration and the next one."""
+    """A baselines.oracle.Future over a workload; it knows the running iteration and the next one."""
 
     def __init__(self, workload: TraceWorkload, geometry: Geometry, uses: Int32s) -> None:
         """`uses` is `next_uses(workload)`, which several runs may share."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 
 import numpy as np
 
 from expertly.core.geometry import Geometry
+from expertly.core.messages import Prediction
 from expertly.core.observation import History, Want
-from expertly.policies.known import Known, Training
+from expertly.policies.known import Known, RoutingObserver
 from expertly.policies.prediction import Predictor
 from expertly.policies.registry import ALLOCATIONS, EVICTIONS
 from expertly.scheduler.systems import System
+from expertly_lab.baselines.adapmoe import UsageTraining
 from expertly_lab.sim.schedule import first_rows
 from expertly_lab.sim.workload import RowRange, TraceWorkload, read_rows
 from expertly_lab.trace.reader import Trace
@@ -68,23 +70,26 @@ class TrainingPart:
             training = policy.training(geometry)
             if training is None:
                 continue
-            key = (policy, *(_prediction_key(system) if training.needs_predictions else ()))
+            key = (policy, *(_prediction_key(system) if isinstance(training, UsageTraining) else ()))
             if key not in self._found:
                 self._found[key] = self._look(training, system, geometry, known)
             known = known.giving(self._found[key])
         return known
 
-    def _look(self, training: Training, system: System, geometry: Geometry, known: Known) -> object:
+    def _look(self, training: RoutingObserver, system: System, geometry: Geometry, known: Known) -> object:
         """Where predictions are needed, the system's predictor runs beside the training part as it will beside the
         rest, but cold: a predictor that had learned from this part would be right too often.
         """
+        if not isinstance(training, UsageTraining):
+            teach(training, self._trace, self._spans)
+            return training
         predictor, origin = None, f"{self.num_requests} requests"
-        if training.needs_predictions and system.prediction != "none":
+        if system.prediction != "none":
             if "future" in system.needs:
                 origin += "; what is predicted is not known of them, and counts as nothing"
             else:
                 predictor = system.predictor(geometry, known)
-        teach(training, self._trace, self._spans, predictor)
+        teach(training, self._trace, self._spans, predictor, training.predicted)
         return training.found(origin)
 
 
@@ -113,20 +118,24 @@ def histories(trace: Trace, spans: Sequence[RowRange], wants: Collection[Want]) 
             yield rows.history(wants)
 
 
-def teach(training: Training, trace: Trace, spans: Sequence[RowRange], predictor: Predictor | None = None) -> None:
-    """Let it watch these requests, as far as it needs them, and what the predictor says of them."""
+def teach(
+    training: RoutingObserver,
+    trace: Trace,
+    spans: Sequence[RowRange],
+    predictor: Predictor | None = None,
+    predicted: Callable[[Iterable[Prediction]], object] = list,
+) -> None:
+    """Let it watch these requests, as far as it needs them, and `predicted` what the predictor says of them."""
     first = first_rows(list(spans), training.max_rows)
     if not first:
         return
     for iteration in TraceWorkload(trace, first).iterations():
         if predictor is not None:
-            for prediction in predictor.begin_iteration(iteration.began(predictor.wants)):
-                training.predicted(prediction)
+            predicted(predictor.begin_iteration(iteration.began(predictor.wants)))
         for router in iteration.layers:
-            training.router_ran(router)
+            training.observe(router)
             if predictor is not None:
-                for prediction in predictor.router_ran(iteration.routed(router, predictor.wants)):
-                    training.predicted(prediction)
+                predicted(predictor.router_ran(iteration.routed(router, predictor.wants)))
         if predictor is not None:
             predictor.end_iteration(True)
 
