@@ -86,7 +86,7 @@ def kernels(form: str, hidden: int, width: int, top_k: int, device: str) -> dict
     rows, chosen = layer_rows(flat, Geometry((shape,)), 0, torch.bfloat16), choose_kernels(runs_on_host=device == "cpu")
     layer = chosen.slots(shape, torch.bfloat16, 1, rows, lambda gate, up: silu(gate) * up, (), None)
     if layer is None:
-        return {"no_kernel": f"{chosen.name}: {chosen.why}"}
+        return {"no_kernel": f"{chosen.name}: {chosen.reason}"}
     x, out = (torch.ones(num, hidden, dtype=torch.bfloat16, device=device) for num in (1, top_k))
     spans = [Span(0, expert, 0, 1, expert) for expert in range(64)]
     choices = torch.arange(64, device=device).split(top_k)

@@ -40,8 +40,8 @@ def test_prints_tables_and_writes_the_profile_into_the_cache_folder(tmp_path: Pa
     assert profile.storage.nbytes_per_s > 0
     assert [child.name for child in path.parent.iterdir()] == ["machine.json"]
     kernels = choose_kernels()
-    assert f"kernels {kernels.name}: {kernels.why}" in out.splitlines()
-    assert kernels.name.startswith("native ") or kernels.why.startswith("not compiled")
+    assert f"kernels {kernels.name}: {kernels.reason}" in out.splitlines()
+    assert kernels.name.startswith("native ") or kernels.reason.startswith("not compiled")
 
 
 def test_figures_of_a_busy_machine_are_said_to_be_so_and_not_kept(

@@ -54,18 +54,18 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls: Calls = {}
 
     def counted(name: str, function: Any, num_tokens: Callable[..., int]) -> Any:
-        def call(self: Kernels, first: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.setdefault(name, []).append(num_tokens(first))
-            return function(self, first, *args, **kwargs)
+        def call(self: Kernels, *args: Any, **kwargs: Any) -> Any:
+            calls.setdefault(name, []).append(num_tokens(*args))
+            return function(self, *args, **kwargs)
 
         return call
 
     for name, num_tokens in {
-        "attention": lambda query: query.shape[2],
-        "dots": lambda tasks: tasks[2],
-        "norm": lambda x: x.shape[:-1].numel(),
-        "projections": lambda x: x.shape[:2].numel(),
-        "router": len,
+        "attention": lambda query, *_: query.shape[2],
+        "dots": lambda address, x, *_: x.shape[:-1].numel(),
+        "norm": lambda x, *_: x.shape[:-1].numel(),
+        "projections": lambda x, *_: x.shape[:2].numel(),
+        "router": lambda x, *_: len(x),
     }.items():
         monkeypatch.setattr(Kernels, name, counted(name, getattr(Kernels, name), num_tokens))
     return calls

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-ASK = "from expertly.native.kernels import choose_kernels as choose;k = choose(); print(k.name, '|', k.why)"
+ASK = "from expertly.native.kernels import choose_kernels as choose;k = choose(); print(k.name, '|', k.reason)"
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from expertly.native.kernels import NORM_STYLES, Kernels, libraries
+from tests.native.between import down_products
 
 AVAILABLE, WHY = libraries()
 pytestmark = pytest.mark.skipif(len(AVAILABLE) < 2, reason=WHY or "one instruction set")
@@ -26,14 +27,14 @@ def drawing() -> Draw:
 def dots(kernels: Kernels, draw: Draw, num_tokens: int, width: int) -> torch.Tensor:
     weight, x, bias = draw(65, width), draw(num_tokens, width), draw(65)
     out = x.new_empty(num_tokens, 65)
-    kernels.dots((weight.data_ptr(), 0, num_tokens, 0), x, out, width * x.element_size(), bias=bias, num_matrices=1)
+    kernels.dots(weight.data_ptr(), x, out, width * x.element_size(), bias)
     return out
 
 
 def sums(kernels: Kernels, draw: Draw, num_tokens: int, width: int) -> torch.Tensor:
     rows, h = draw(65, width), draw(num_tokens, 65)
     out = h.new_empty(num_tokens, width)
-    kernels.sums((rows.data_ptr(), 0, num_tokens, 0), h, out, width * h.element_size())
+    down_products(kernels, (rows.data_ptr(), 0, num_tokens, 0), h, out, width * h.element_size())
     return out
 
 

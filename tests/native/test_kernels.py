@@ -49,7 +49,7 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_compiled_ones_torch_multiplies_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_module, "libraries", lambda: ((), "not compiled"))
     chosen = choose_kernels()
-    assert (chosen.name, chosen.why) == ("torch", "not compiled")
+    assert (chosen.name, chosen.reason) == ("torch", "not compiled")
     with pytest.raises(ConfigError, match="not compiled; accepted here: auto, torch"):
         choose_kernels("native")
     assert choose_kernels(runs_on_host=False).name == "torch", "a device that is no CPU multiplies itself"
@@ -59,11 +59,11 @@ def test_without_the_compiled_ones_torch_multiplies_and_says_why(monkeypatch: py
 def test_threads_are_torchs_and_no_more_than_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     used: list[int] = []
-    call = SimpleNamespace(products_sums=lambda level, dtype, num_threads, *rest: used.append(num_threads) or 0)
+    call = SimpleNamespace(products_dots=lambda level, dtype, num_threads, *rest: used.append(num_threads) or 0)
     library = replace(AVAILABLE[0], call=call)
     for granted in (1, 3, 8):
         monkeypatch.setattr(kernels_module, "granted_cpus", lambda granted=granted: granted)
-        Kernels(library, "for a test").sums((0, 0, 1, 0), torch.ones(1, 8), torch.empty(1, 8), 32)
+        Kernels(library, "for a test").dots(0, torch.ones(1, 8), torch.empty(1, 8), 32)
     assert used == [1, 3, 5]
 
 
@@ -77,7 +77,7 @@ torch.set_num_threads(2)
 kernels, rows, x = choose_kernels(), torch.ones(4096, 256), torch.ones(1, 256)
 kernels.max_threads = 2
 for _ in range(20):
-    kernels.dots((rows.data_ptr(), 0, 1, 0), x, torch.empty(1, 1, 4096), 1024)
+    kernels.dots(rows.data_ptr(), x, torch.empty(1, 4096), 1024)
 end, tasks = time.monotonic() + float(sys.argv[1]), []
 while "expertly-team" not in tasks and time.monotonic() < end:  # a thread has no name before it runs
     tasks = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]

@@ -16,7 +16,7 @@ import torch
 
 from expertly.native import kernels as kernels_module
 from expertly.native.kernels import ACCEPTED, NO_DOWN, TASK_TOKENS, Kernels, libraries, spins_shortly
-from tests.native.between import activated, with_biases
+from tests.native.between import activated, down_products, inner_products, with_biases
 
 AVAILABLE, WHY = libraries()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
@@ -49,7 +49,7 @@ def dots(kernels: Kernels, rows: torch.Tensor, x: torch.Tensor, bias: torch.Tens
     """[M, n, r] of rows [r, M, H] times x [n, H]."""
     out = torch.full((rows.shape[1], len(x), len(rows)), torch.nan, dtype=rows.dtype)
     size = rows.element_size()
-    kernels.dots((rows.data_ptr(), 0, len(x), 0), x, out, rows.stride(0) * size, rows.stride(1) * size, bias)
+    inner_products(kernels, (rows.data_ptr(), 0, len(x), 0), x, out, rows.stride(0) * size, rows.stride(1) * size, bias)
     return out
 
 
@@ -57,7 +57,7 @@ def sums(kernels: Kernels, rows: torch.Tensor, h: torch.Tensor, total: torch.Ten
     """[n, H] of h [n, r] times rows [r, H]; or added to `total`."""
     out = torch.full((len(h), rows.shape[1]), torch.nan, dtype=rows.dtype) if total is None else total
     row_nbytes = rows.stride(0) * rows.element_size()
-    kernels.sums((rows.data_ptr(), 0, len(h), 0), h, out, row_nbytes, adds=total is not None)
+    down_products(kernels, (rows.data_ptr(), 0, len(h), 0), h, out, row_nbytes, adds=total is not None)
     return out
 
 
@@ -123,8 +123,8 @@ def test_many_tasks_of_one_call_are_those_of_many_calls(kernels: Kernels, set_th
         for num_threads in (1, 2, 3):
             set_threads(num_threads)
             together.fill_(torch.nan), outputs.fill_(torch.nan)
-            kernels.dots(of_dots, x, together, row_nbytes, matrix_nbytes)
-            kernels.sums(of_sums, together[0], outputs, row_nbytes)
+            inner_products(kernels, of_dots, x, together, row_nbytes, matrix_nbytes)
+            down_products(kernels, of_sums, together[0], outputs, row_nbytes)
             for e, ((first, n), at) in enumerate(zip(tokens, starts, strict=True)):
                 alone = dots(kernels, rows[e, :, :2], x[first : first + n])
                 assert torch.equal(together[:, at : at + n], alone)
@@ -251,10 +251,12 @@ def test_nothing_beyond_the_outputs_is_written(kernels: Kernels) -> None:
         for width, r in ((33, 5), (64, 9)):
             rows, x = torch.ones(r, 3, width, dtype=dtype), torch.ones(2, width, dtype=dtype)
             inner = torch.full((2, 4, r), 7, dtype=dtype)
-            kernels.dots((rows.data_ptr(), 0, 2, 1), x, inner, 3 * width * dtype.itemsize, width)
+            inner_products(kernels, (rows.data_ptr(), 0, 2, 1), x, inner, 3 * width * dtype.itemsize, width)
             assert bool((inner[:, [0, 3]] == 7).all())
             out = torch.full((4, width), 7, dtype=dtype)
-            kernels.sums((rows.data_ptr(), 0, 2, 1), torch.ones(2, r, dtype=dtype), out, 3 * width * dtype.itemsize)
+            down_products(
+                kernels, (rows.data_ptr(), 0, 2, 1), torch.ones(2, r, dtype=dtype), out, 3 * width * dtype.itemsize
+            )
             assert bool((out[[0, 3]] == 7).all()) and bool((out[1:3] == r).all())
 
 
@@ -275,9 +277,9 @@ def test_what_is_not_theirs_is_refused_and_changes_nothing(kernels: Kernels) -> 
     rows, x, out = torch.ones(2, 8), torch.ones(5, 8), torch.full((1, 5, 2), 7.0)
     for num_tokens in (0, TASK_TOKENS + 1):
         with pytest.raises(MemoryError):
-            kernels.dots((rows.data_ptr(), 0, num_tokens, 0), x, out, 32)
+            inner_products(kernels, (rows.data_ptr(), 0, num_tokens, 0), x, out, 32)
         with pytest.raises(MemoryError):
-            kernels.sums((rows.data_ptr(), 0, num_tokens, 0), torch.ones(5, 2), out.view(5, 2), 8)
+            down_products(kernels, (rows.data_ptr(), 0, num_tokens, 0), torch.ones(5, 2), out.view(5, 2), 8)
     assert bool((out == 7).all())
     assert not kernels.most_tokens(torch.float64)
 

@@ -13,7 +13,7 @@ from expertly.formats.gguf import GGUF_FORMATS
 from expertly.formats.tiles import ExpertFormat
 from expertly.native.kernels import NO_DOWN, TASK_TOKENS, Kernels, libraries
 from tests.formats.matrices import MATRICES, SIZES, made
-from tests.native.between import with_biases
+from tests.native.between import down_products, inner_products, with_biases
 from tests.tables import pairs
 
 AVAILABLE, WHY = libraries()
@@ -66,9 +66,17 @@ def assert_decoded(kernels: Kernels, form: ExpertFormat, blocks: torch.Tensor, w
     """Tokens that have one number each find the weights, to the bit; denormal ones may count as 0."""
     (width, num_matrices, hidden), dtype, address = weights.shape, weights.dtype, blocks.data_ptr()
     inner, down = torch.empty(num_matrices - 1, hidden, width, dtype=dtype), torch.empty(width, hidden, dtype=dtype)
-    kernels.tile_dots(form.kernels, blocks.shape[1], (address, 0, hidden, 0), torch.eye(hidden, dtype=dtype), inner)
-    kernels.tile_sums(
-        form.kernels, blocks.shape[1], (address, 0, width, 0), torch.eye(width, dtype=dtype), down, num_matrices - 1
+    inner_products(
+        kernels, (address, 0, hidden, 0), torch.eye(hidden, dtype=dtype), inner, blocks.shape[1], formats=form.kernels
+    )
+    down_products(
+        kernels,
+        (address, 0, width, 0),
+        torch.eye(width, dtype=dtype),
+        down,
+        blocks.shape[1],
+        num_matrices - 1,
+        form.kernels,
     )
     found = torch.cat((inner.permute(2, 0, 1), down[:, None]), dim=1)
     assert bool(((found == weights) | (weights.abs() < torch.finfo(dtype).tiny) & (found == 0)).all())
@@ -83,9 +91,9 @@ def assert_products(kernels: Kernels, form: ExpertFormat, blocks: torch.Tensor, 
     down, added = torch.full((2 * n + 1, hidden), 7.0, dtype=dtype), torch.full((n + 1, hidden), 7.0)
     task = (address, 2, n, 1)
     tasks = (*task, address + blocks.nbytes // 2, 0, n, n + 1) if n <= TASK_TOKENS else task
-    kernels.tile_dots(form.kernels, blocks.shape[1], tasks, x, inner)
-    kernels.tile_sums(form.kernels, blocks.shape[1], tasks, h, down, num_matrices - 1)
-    kernels.tile_sums(form.kernels, blocks.shape[1], task, h, added, num_matrices - 1, adds=True)
+    inner_products(kernels, tasks, x, inner, blocks.shape[1], formats=form.kernels)
+    down_products(kernels, tasks, h, down, blocks.shape[1], num_matrices - 1, form.kernels)
+    down_products(kernels, task, h, added, blocks.shape[1], num_matrices - 1, form.kernels, adds=True)
     wanted_inner = torch.einsum("nh,imh->mni", x[2 : n + 2].double(), exact[:, :-1])
     wanted_down, most = h[2 : n + 2].double() @ exact[:, -1], float(exact.abs().max())
     for found, wanted, magnitude in (
@@ -99,7 +107,7 @@ def assert_products(kernels: Kernels, form: ExpertFormat, blocks: torch.Tensor, 
     other, threads = torch.empty(n, hidden, dtype=dtype), torch.get_num_threads()
     try:
         torch.set_num_threads(2 if threads == 1 else 1)
-        kernels.tile_sums(form.kernels, blocks.shape[1], (address, 2, n, 0), h, other, num_matrices - 1)
+        down_products(kernels, (address, 2, n, 0), h, other, blocks.shape[1], num_matrices - 1, form.kernels)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(other, down[1 : n + 1]), "however many threads"
@@ -115,9 +123,9 @@ def assert_one_call(
     (width, hidden, num_matrices), n, address = shape, len(x), blocks.data_ptr()
     layer = with_biases(x.dtype, num_matrices - 1, hidden, width, form.kernels, (blocks.shape[1], 0))
     inner, expected = x.new_empty(num_matrices - 1, n, width), x.new_empty(n, hidden)
-    kernels.tile_dots(form.kernels, blocks.shape[1], (address, 0, n, 0), x, inner)
-    kernels.tile_sums(
-        form.kernels, blocks.shape[1], (address, 0, n, 0), layer.between(inner), expected, num_matrices - 1
+    inner_products(kernels, (address, 0, n, 0), x, inner, blocks.shape[1], formats=form.kernels)
+    down_products(
+        kernels, (address, 0, n, 0), layer.between(inner), expected, blocks.shape[1], num_matrices - 1, form.kernels
     )
     out = torch.full_like(expected, torch.nan)
     kernels.experts(layer.products, (address, n, 1), range(n), range(n), x, out, width, 0, adds=False)
@@ -149,7 +157,7 @@ def test_a_matrix_by_itself(form: ExpertFormat, library: Any) -> None:
         for added, (num_tokens, tasks) in itertools.product((None, bias), cases):
             x = torch.randn(num_tokens, columns, generator=dice).to(dtype)
             out = torch.full((1, num_tokens, rows), torch.nan, dtype=dtype)
-            kernels.tile_dots(formats, blocks.shape[1], tasks, x, out, added)
+            inner_products(kernels, tasks, x, out, blocks.shape[1], bias=added, formats=formats)
             exact = weights.to(dtype).double()
             wanted = x.double() @ exact.T + (0 if added is None else added.double())
             bound = torch.finfo(dtype).eps / 2 * wanted.abs() + 2**-21 * columns * exact.abs().max()

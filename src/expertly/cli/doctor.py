@@ -72,11 +72,11 @@ def _examine(folder: Path, out: Path, is_json: bool, stdout: TextIO) -> int:
     facts = {
         **asdict(profile),
         "problems": [asdict(problem) for problem in problems],
-        "kernels": {"name": kernels.name, "why": kernels.why},
+        "kernels": {"name": kernels.name, "why": kernels.reason},
         "profile_path": str(out) if is_kept else None,
         "seconds": seconds,
     }
-    used = f"kernels {kernels.name}: {kernels.why}"
+    used = f"kernels {kernels.name}: {kernels.reason}"
     show(facts, is_json, lambda: _machine_report(profile, used, problems), stdout)
     if is_kept and not is_json:
         message(f"profile written to {out} after {format_seconds(seconds)}")

@@ -109,14 +109,14 @@ def measure_weights_rate(
     rows, columns = _MATRIX_SHAPE
     count = -(-nbytes // (rows * columns * dtype.itemsize))
     matrices = [torch.full(_MATRIX_SHAPE, 0.01, dtype=dtype, device=device) for _ in range(count)]
-    x, out = (torch.ones(1, *shape, dtype=dtype, device=device) for shape in ((columns,), (1, rows)))
+    x, out = (torch.ones(1, width, dtype=dtype, device=device) for width in (columns, rows))
     kernels = choose_kernels(runs_on_host=kind_of(device).runs_on_host)
     is_native = kernels.most_tokens(dtype) > 0
 
     def products() -> None:
         for matrix in matrices:
             if is_native:
-                kernels.dots((matrix.data_ptr(), 0, 1, 0), x, out, matrix.stride(0) * matrix.element_size())
+                kernels.dots(matrix.data_ptr(), x, out, matrix.stride(0) * matrix.element_size())
             else:
                 linear(x, matrix)
 

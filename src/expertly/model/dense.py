@@ -100,12 +100,8 @@ def _linear_of(
         and (bias is None or (bias.shape == weight.shape[:1] and bias.stride(0) == 1))
     ):
         return linear(input, weight, bias)
-    x = input.contiguous()
-    if x.dim() == 1:
-        x = x.unsqueeze(0)
-    out = x.new_empty(*input.shape[:-1], weight.shape[0])
-    task = (weight.data_ptr(), 0, num_tokens, 0)
-    kernels.dots(task, x, out, weight.stride(0) * weight.element_size(), bias=bias, num_matrices=1)
+    out = input.new_empty(*input.shape[:-1], weight.shape[0])
+    kernels.dots(weight.data_ptr(), input.contiguous(), out, weight.stride(0) * weight.element_size(), bias)
     return out
 
 

@@ -96,19 +96,19 @@ class _Noted(TorchDispatchMode):
             self.steps.append(_step("torch", (), is_ready=False))
         return made
 
-    def _note_native(self, func: Any, made: Any, first: Any, second: Any = None, *others: Any) -> bool:
+    def _note_native(self, func: Any, made: Any, first: Any, second: Any = None, *rest: Any) -> bool:
         """Note what the compiled library has; returns whether it does."""
         tensors = [tensor for tensor in (made, first, second) if isinstance(tensor, torch.Tensor)]
         dtype = self._kernels.dtypes.get(first.dtype) if isinstance(first, torch.Tensor) else None
         if dtype is None or not all(it.is_contiguous() and it.dtype == first.dtype for it in tensors):
             return False
         if func in _OF_EACH and first.itemsize == 2:
-            arguments = () if second is None else (second, *others)
+            arguments = () if second is None else (second, *rest)
             table = _table(func, arguments, first.dtype)
-            where = first.data_ptr(), table.data_ptr(), made.data_ptr()
-            self.note("looked up", (dtype, made.numel(), *where), (table,))
+            addresses = first.data_ptr(), table.data_ptr(), made.data_ptr()
+            self.note("looked up", (dtype, made.numel(), *addresses), (table,))
             return True
-        if func not in _WITH_TWO or others:
+        if func not in _WITH_TWO or rest:
             return False
         if not isinstance(second, torch.Tensor):
             operand, kind = double_bits(float(second)), _CONSTANT

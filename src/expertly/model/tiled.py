@@ -16,7 +16,7 @@ from torch.nn.functional import embedding, linear
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.formats import FORMATS
 from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat
-from expertly.native.kernels import NO_DOWN, Kernels, are_plain
+from expertly.native.kernels import Kernels, are_plain
 
 _DECODED_NBYTES = 8 << 20
 """Of rows that are decoded at a time."""
@@ -84,13 +84,9 @@ class TiledLinear(TiledLayer, nn.Linear):  # type: ignore[override]
             or (bias is not None and not bias.is_contiguous())
         ):
             return linear(input, self.weight, bias)
-        x = input.reshape(num_tokens, width)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        out = x.new_empty(num_tokens, self.out_features)
-        formats = (self._expertly_format.kernel,) * 2 + (NO_DOWN,)
-        kernels.tile_dots(formats, tiles.shape[1], (tiles.data_ptr(), 0, num_tokens, 0), x, out.unsqueeze(0), bias)
-        return out.view(*input.shape[:-1], self.out_features)
+        out = input.new_empty(*input.shape[:-1], self.out_features)
+        kernels.dots(tiles.data_ptr(), input.contiguous(), out, tiles.shape[1], bias, self._expertly_format.kernel)
+        return out
 
 
 class TiledEmbedding(TiledLayer, nn.Embedding):  # type: ignore[override]

@@ -110,14 +110,14 @@ def double_bits(value: float) -> int:
     return int.from_bytes(struct.pack("<d", value), "little", signed=True)
 
 
-def are_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
+def are_plain(first: torch.Tensor, *rest: torch.Tensor | None) -> bool:
     """Whether kernels may compute with these tensors, as numbers of the first one's dtype in the host's memory: nobody
     trains, traces or casts them. Asked at each call, as whoever has the model may have replaced or moved them.
     """
     if _is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
     dtype, can_train = first.dtype, torch.is_grad_enabled()
-    for tensor in (first, *others):
+    for tensor in (first, *rest):
         if tensor is not None and (
             type(tensor) not in PLAIN
             or tensor.dtype is not dtype
@@ -127,6 +127,10 @@ def are_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
         ):
             return False
     return True
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 @dataclass(frozen=True)
@@ -141,24 +145,24 @@ class Library:
 
 @cache
 def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], str]:
-    """All that run here, from the fastest down, and where there is none, why."""
-    found = sorted(folder.glob("_products*.so"))
-    if not found:
+    """All that run on this machine, from the fastest down, and the reason where there is none."""
+    files = sorted(folder.glob("_products*.so"))
+    if not files:
         return (), "not compiled: there was no C compiler when expertly was installed"
     try:
-        library = ctypes.CDLL(str(found[0]))
+        library = ctypes.CDLL(str(files[0]))
         version = library.expertly_products_version()
         if version != VERSION:
-            return (), f"{found[0].name} is of version {version}, needed is {VERSION}: install expertly again"
+            return (), f"{files[0].name} is of version {version}, needed is {VERSION}: install expertly again"
         library.expertly_products_take_openmp(not spins_shortly())
         tables = grids()
         if library.expertly_products_grids(tables, _LONG(len(tables))):
-            return (), f"{found[0].name} and the package gguf differ in their grids"
+            return (), f"{files[0].name} and the package gguf differ in their grids"
         name_of, has_half = library.expertly_products_name, library.expertly_products_has_half
         functions = {name: getattr(library, f"expertly_{name}") for name in _ARGUMENTS}
         functions["program"].restype = _LONG
     except (OSError, AttributeError) as error:
-        return (), f"{found[0].name} cannot be used: {error}"
+        return (), f"{files[0].name} cannot be used: {error}"
     name_of.restype = ctypes.c_char_p
     for name, function in functions.items():
         function.argtypes = _ARGUMENTS[name]
@@ -194,12 +198,9 @@ class ExpertProducts:
     ) -> None:
         self.formats = formats
         self.num_inner, hidden = shape
-        tables = activation.f, activation.g
-        biases = (*inner_bias, None)[:2] if inner_bias else (None, None)
-        self._kept = (*tables, *biases, down_bias)
+        self._kept = (activation.f, activation.g, *(*inner_bias, None, None)[:2], down_bias)
         width = inner_bias[0].shape[1] if inner_bias else 0
-        addresses = [0 if one is None else one.data_ptr() for one in self._kept]
-        self.addresses = (hidden, row_nbytes, matrix_nbytes, *addresses, width)
+        self.addresses = (hidden, row_nbytes, matrix_nbytes, *map(_address, self._kept), width)
 
 
 class ChosenExperts:
@@ -254,9 +255,9 @@ class Projections:
         of_norms = [None if norm is None else norm[0] for norm in norms]
         self.addresses = (
             *(weights[0].shape[1], head_width, rotated_width),
-            *(0 if one is None else len(one) for one in of_norms),
+            *(0 if weight is None else len(weight) for weight in of_norms),
             *(0 if norm is None else NORM_STYLES[norm[2]] for norm in norms),
-            *(0 if one is None else one.data_ptr() for one in (*of_norms, *weights, *biases)),
+            *map(_address, (*of_norms, *weights, *biases)),
             *self.num_rows,
         )
 
@@ -293,10 +294,10 @@ def put_into(call: array[int], places: Sequence[torch.Tensor] | None, length: in
 class Kernels:
     """The products of one device of one model. `library` is None where torch multiplies."""
 
-    def __init__(self, library: Library | None, why: str) -> None:
+    def __init__(self, library: Library | None, reason: str) -> None:
         self.library = library
         self._call, self._level = (SimpleNamespace(), 0) if library is None else (library.call, library.level)
-        self.why = why
+        self.reason = reason
         self.name = "torch" if library is None else f"native {library.name}"
         self.dtypes = {} if library is None else library.dtypes  # of matrices that they take, in the host's memory
         self.most_tokens = cache(self._most_tokens)
@@ -331,57 +332,41 @@ class Kernels:
 
     def facts(self) -> dict[str, str | int]:
         counts = {name: getattr(self, f"num_{name}") for name in _COUNTS}
-        stopped = ", ".join(f"{why} ({num} layers)" for why, num in self.stopped.items())
-        return {"name": self.name, "why": self.why, **counts, "stopped": stopped}
+        stopped = ", ".join(f"{reason} ({num} layers)" for reason, num in self.stopped.items())
+        return {"name": self.name, "why": self.reason, **counts, "stopped": stopped}
 
     def dots(
         self,
-        tasks: Sequence[int],
+        address: int,
         x: torch.Tensor,
         out: torch.Tensor,
         row_nbytes: int,
-        matrix_nbytes: int = 0,
         bias: torch.Tensor | None = None,
-        num_matrices: int | None = None,
+        format: int | None = None,
     ) -> None:
-        """out[m, o + t, i] = row (i, m) . x[r + t] for every task (address, r, n, o) of `tasks`, four numbers each, and
-        t < n <= most_tokens; neuron i's row of matrix m is at address + i * row_nbytes + m * matrix_nbytes.
+        """out[t, i] = row i . x[t], of a matrix whose rows begin every `row_nbytes` from `address` on; in a format, by
+        its kernel's number, blocks of 16 rows do, and there may be any number of tokens.
 
-        `x` is [*, H], its rows dense, or contiguous [..., H]; `out` [M, ..., r], contiguous, or [..., r] with
-        `num_matrices` M. `bias` [r] is added before rounding, where M is 1. Raises MemoryError.
+        `x` [..., H] and `out` [..., r] are contiguous. `bias` [r] is added before rounding. Raises MemoryError.
         """
-        packed = array("q", tasks)
-        num_neurons, width = out.shape[-1], x.shape[-1]
-        if num_matrices is None:
-            num_matrices = out.shape[0]
-        arguments = (
-            *(self.dtypes[x.dtype], packed.buffer_info()[0], len(packed) // 4),
-            *(num_matrices, num_neurons, width, row_nbytes, matrix_nbytes, x.data_ptr(), x.numel() // width),
-            (x.stride(0) if x.dim() == 2 else width) * x.element_size(),  # a dimension of 1 may have any stride
-            *(0 if bias is None else bias.data_ptr(), out.data_ptr(), out.numel() // (num_matrices * num_neurons)),
-        )
+        width, num_rows, dtype = x.shape[-1], out.shape[-1], self.dtypes[x.dtype]
+        num_tokens = x.numel() // width
+        task = array("q", (address, 0, num_tokens, 0))
+        matrix = task.buffer_info()[0], num_rows, width, row_nbytes
+        inputs = x.data_ptr(), num_tokens, width * x.element_size(), 0 if bias is None else bias.data_ptr()
         threads = min(torch.get_num_threads(), self.max_threads)
-        if self._call.products_dots(self._level, arguments[0], threads, *arguments[1:]):
-            raise MemoryError(_FAILED)
-        if self.tape is not None:
-            self.tape.note("dots", arguments, (packed, x, bias, out))
-
-    def sums(
-        self, tasks: Sequence[int], h: torch.Tensor, out: torch.Tensor, row_nbytes: int, *, adds: bool = False
-    ) -> None:
-        """out[o + t] = the sum over i of h[r + t, i] * row i, for every task (address, r, n, o) and t < n, rounded
-        once. `adds`: added to `out`, which is float32, unrounded.
-
-        `h` is [*, r] and `out` [*, H], both contiguous. Raises MemoryError.
-        """
-        packed = array("q", tasks)
-        failed = self._call.products_sums(
-            *(self._level, self.dtypes[h.dtype], min(torch.get_num_threads(), self.max_threads)),
-            *(packed.buffer_info()[0], len(packed) // 4),
-            *(h.shape[1], out.shape[1], row_nbytes, h.data_ptr(), h.shape[0], out.data_ptr(), adds),
-        )
+        arguments: tuple[int, ...]
+        if format is None:
+            kind, arguments = "dots", (matrix[0], 1, 1, *matrix[1:], 0, *inputs, out.data_ptr(), num_tokens)
+            failed = self._call.products_dots(self._level, dtype, threads, *arguments)
+        else:
+            kind, arguments = "tiles", (format, *matrix, *inputs, out.data_ptr(), num_tokens)
+            numbers = matrix[0], 1, 1, *arguments[2:]
+            failed = self._call.tiles_dots(self._level, format, format, NO_DOWN, dtype, threads, *numbers)
         if failed:
             raise MemoryError(_FAILED)
+        if self.tape is not None:
+            self.tape.note(kind, (dtype, *arguments), (task, x, bias, out))
 
     # -- a layer's experts -------------------------------------------------------------------------------------
 
@@ -462,8 +447,7 @@ class Kernels:
             weight, bias = then
             num_rows = weight.shape[0]  # len is ten times slower
             projected = q.new_empty(num_batches, num_tokens, num_rows)
-            call[-4], call[-3] = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-            call[-2], call[-1] = num_rows, projected.data_ptr()
+            call[-4:] = array("q", (weight.data_ptr(), _address(bias), num_rows, projected.data_ptr()))
         threads = min(torch.get_num_threads(), self.max_threads)
         dtype = self.dtypes[q.dtype]
         if self._call.attention(self._level, dtype, threads, call.buffer_info()[0], scale, softcap):
@@ -480,7 +464,7 @@ class Kernels:
             "q",
             (
                 *(num_batches, num_heads, k.shape[1], num_tokens, 0, key_width, v.shape[3], q.data_ptr(), 0, 0, 0),
-                *(0 if sinks is None else sinks.data_ptr(), out.data_ptr(), *q.stride()[:3], *(0,) * 9),
+                *(_address(sinks), out.data_ptr(), *q.stride()[:3], *(0,) * 9),
                 *(BOOLEAN, 0 if sinks is None else self.dtypes.get(sinks.dtype, 0), 0, 0, 0, 0),
             ),
         )
@@ -581,58 +565,6 @@ class Kernels:
             self.tape.note("norm", (*arguments, double_bits(epsilon), out.data_ptr()), (x, weight, out))
         return out
 
-    # -- quantised weights, in the tiles of a format -----------------------------------------------------------
-
-    def tile_dots(
-        self,
-        formats: tuple[int, int, int],
-        block_nbytes: int,
-        tasks: Sequence[int],
-        x: torch.Tensor,
-        out: torch.Tensor,
-        bias: torch.Tensor | None = None,
-    ) -> None:
-        """As `dots`, of the inner matrices in blocks of `formats`: the kernels of gate, up (where there is no gate, up
-        has gate's) and down, or NO_DOWN where blocks are 16 outputs of a matrix alone; a task's address is its first
-        block, others follow every `block_nbytes`. One task may have any n.
-
-        `x` is [*, H], its rows dense; `out` [M - 1, *, r], contiguous. `bias` [r], of one inner matrix. Raises
-        MemoryError.
-        """
-        packed = array("q", tasks)
-        num_inner, out_rows, num_neurons = out.shape
-        of_x = x.data_ptr(), x.shape[0], x.stride(0) * x.element_size()
-        sizes, outputs = (num_neurons, x.shape[1], block_nbytes), (out.data_ptr(), out_rows)
-        address, added = packed.buffer_info()[0], 0 if bias is None else bias.data_ptr()
-        how = self._how(formats, x.dtype)
-        if self._call.tiles_dots(*how, address, len(packed) // 4, num_inner, *sizes, *of_x, added, *outputs):
-            raise MemoryError(_FAILED)
-        if self.tape is not None:
-            assert formats[2] == NO_DOWN and len(packed) == 4 and num_inner == 1, "a matrix of the dense part"
-            arguments = (self.dtypes[x.dtype], formats[0], address, *sizes, *of_x, added, *outputs)
-            self.tape.note("tiles", arguments, (packed, x, bias, out))
-
-    def tile_sums(
-        self,
-        formats: tuple[int, int, int],
-        block_nbytes: int,
-        tasks: Sequence[int],
-        h: torch.Tensor,
-        out: torch.Tensor,
-        num_inner: int,
-        *,
-        adds: bool = False,
-    ) -> None:
-        """As `sums`, of the last matrix in such blocks."""
-        packed = array("q", tasks)
-        failed = self._call.tiles_sums(
-            *self._how(formats, h.dtype),
-            *(packed.buffer_info()[0], len(packed) // 4),
-            *(num_inner, h.shape[1], out.shape[1], block_nbytes, h.data_ptr(), h.shape[0], out.data_ptr(), adds),
-        )
-        if failed:
-            raise MemoryError(_FAILED)
-
     def run_program(self, steps: array[int], begin: int, end: int) -> int:
         """The steps of a program from `begin` on; the first that did not run, which the caller takes; `end`: all did.
         Raises MemoryError.
@@ -649,9 +581,6 @@ class Kernels:
         if self._call.tiles_decode(*how, address, *out.shape, out.data_ptr()):
             raise MemoryError(_FAILED)
 
-    def _how(self, formats: tuple[int, int, int], dtype: torch.dtype) -> tuple[int, ...]:
-        return self._level, *formats, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)
-
 
 def choose_kernels(wanted: str | None = None, *, runs_on_host: bool = True) -> Kernels:
     """The fastest for a device, or what `wanted`, else the environment, says. `runs_on_host`: it computes in the host's
@@ -666,15 +595,14 @@ def choose_kernels(wanted: str | None = None, *, runs_on_host: bool = True) -> K
         return Kernels(None, f"{VARIABLE}=torch")
     if not runs_on_host:
         return _of_accelerator() if wanted in ("auto", "native") else Kernels(None, "the compiled ones are for a CPU")
-    found, why = libraries()
-    chosen = [one for one in found if wanted in ("auto", "native", one.name)]
-    if not chosen:
-        if wanted != "auto":
-            here = why or f"this processor runs {', '.join(one.name for one in found)}"
-            raise ConfigError(f"{VARIABLE}={wanted!r}: {here}; accepted here: auto, torch")
-        return Kernels(None, why)
-    library = chosen[0]
-    return Kernels(library, "the fastest of this processor" if wanted in ("auto", "native") else f"{VARIABLE}={wanted}")
+    available, reason = libraries()
+    chosen = next((library for library in available if wanted in ("auto", "native", library.name)), None)
+    if chosen is None:
+        if wanted == "auto":
+            return Kernels(None, reason)
+        reason = reason or f"this processor runs {', '.join(library.name for library in available)}"
+        raise ConfigError(f"{VARIABLE}={wanted!r}: {reason}; accepted here: auto, torch")
+    return Kernels(chosen, "the fastest of this processor" if wanted in ("auto", "native") else f"{VARIABLE}={wanted}")
 
 
 def _of_accelerator() -> Kernels:
@@ -682,5 +610,5 @@ def _of_accelerator() -> Kernels:
         from expertly.native.triton_slots import TritonKernels, why_not
     except ImportError as error:
         return Kernels(None, f"Triton is not installed: {error}")
-    why = why_not()
-    return Kernels(None, why) if why else TritonKernels("Triton compiles for this device")
+    reason = why_not()
+    return Kernels(None, reason) if reason else TritonKernels("Triton compiles for this device")

@@ -645,8 +645,8 @@ class SlotCall:
 class TritonKernels(Kernels):
     """Those of an accelerator: of experts in slots, and of their weighted sum. torch has the rest."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(None, why)
+    def __init__(self, reason: str) -> None:
+        super().__init__(None, reason)
         self.name = "triton"
         self._combining: dict[tuple[int, int], Program] = {}  # by H and K
 
