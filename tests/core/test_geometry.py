@@ -15,29 +15,18 @@ def layer(experts: int = 4, width: int = 8, **changes: Any) -> LayerGeometry:
     return LayerGeometry(**(fields | {"num_matrices": 3, "itemsize": 2} | changes))
 
 
-def test_sizes_follow_from_the_shape() -> None:
-    one = layer()
-    assert one.neuron_nbytes == 3 * 16 * 2
-    assert one.expert_nbytes == 8 * one.neuron_nbytes
-    assert one.nbytes == 4 * one.expert_nbytes
-    geometry = Geometry((one, one), 4)
-    assert geometry.segment_nbytes(0) * 4 == one.expert_nbytes
-    assert geometry.blocks_per_segment(1) == 2
-    assert geometry.nbytes == 2 * one.nbytes
-
-
-def test_every_expert_has_one_dense_id() -> None:
-    geometry = Geometry((layer(4), layer(7), layer(3, top_k=1)), 2)
-    ids = [geometry.expert_id(index, e) for index, one in enumerate(geometry.layers) for e in range(one.num_experts)]
+def test_sizes_and_ids_follow_from_the_shape() -> None:
+    shape = layer()
+    assert shape.neuron_nbytes == 3 * 16 * 2
+    assert shape.nbytes == 4 * shape.expert_nbytes == 4 * 8 * shape.neuron_nbytes
+    geometry = Geometry((layer(4), layer(7, width=16), layer(3, top_k=1)), 2)
+    assert geometry.segment_nbytes(0) * 2 == shape.expert_nbytes and geometry.blocks_per_segment(1) == 8
+    assert geometry.nbytes == sum(each.nbytes for each in geometry.layers)
+    ids = [geometry.expert_id(index, e) for index, num in enumerate((4, 7, 3)) for e in range(num)]
     assert ids == list(range(14)) and geometry.num_experts == 14
     assert [geometry.layer_of_expert(eid) for eid in ids] == [0] * 4 + [1] * 7 + [2] * 3
     assert [geometry.first_expert_id(index) for index in range(3)] == [0, 4, 11]
-
-
-def test_layers_of_one_segment_size_share_a_class() -> None:
-    geometry = Geometry((layer(width=8), layer(width=16), layer(width=8)), 2)
-    assert geometry.size_classes == (0, 1, 0)
-    assert geometry.num_size_classes == 2
+    assert geometry.size_classes == (0, 1, 0) and geometry.num_size_classes == 2
 
 
 def test_segments_that_do_not_divide_are_named_with_those_that_do() -> None:
@@ -62,8 +51,8 @@ def test_blocks_are_what_an_expert_can_be_cut_between() -> None:
     for fields in (of_no_bytes, of_no_bytes | {"block_nbytes": -8}, of_no_format, {"block_nbytes": 8}):
         with pytest.raises(ConfigError, match="blocks have bytes where there is a format"):
             layer(**fields)
-    one = layer(width=24, format="x", block_size=4, block_nbytes=100)
-    assert one.num_blocks == 6 and one.expert_nbytes == 600
-    assert Geometry((one,), 3).blocks_per_segment(0) == 2
+    blocked = layer(width=24, format="x", block_size=4, block_nbytes=100)
+    assert blocked.num_blocks == 6 and blocked.expert_nbytes == 600
+    assert Geometry((blocked,), 3).blocks_per_segment(0) == 2
     with pytest.raises(ConfigError, match=r"segments=4: .* 24, in blocks of 4 \(x\); accepted up to 64: 1, 2, 3, 6$"):
-        Geometry((one,), 4)
+        Geometry((blocked,), 4)

@@ -12,7 +12,6 @@ from safetensors.numpy import save_file
 
 from expertly.core.errors import CheckpointError
 from expertly.core.headers import (
-    TensorInfo,
     TensorSpec,
     header_metadata,
     read_header_bytes,
@@ -33,38 +32,31 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     tensors = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.zeros((0, 4), np.int8), "c": np.float64(3)}
     save_file({name: np.asarray(value) for name, value in tensors.items()}, path, {"format": "pt"})
-    found = read_safetensors_header(path, CheckpointError)
-    assert {name: (info.dtype, info.shape) for name, info in found.items()} == {
-        "a": ("I8", (0, 4)),
-        "b": ("F32", (2, 3)),
-        "c": ("F64", ()),
-    }
+    infos = read_safetensors_header(path, CheckpointError)
+    shapes = {"a": ("I8", (0, 4)), "b": ("F32", (2, 3)), "c": ("F64", ())}
+    assert {name: (info.dtype, info.shape) for name, info in infos.items()} == shapes
     raw = path.read_bytes()
-    assert np.frombuffer(raw[found["b"].begin : found["b"].end], np.float32).tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_data_may_lie_in_any_order(tmp_path: Path) -> None:
+    assert np.frombuffer(raw[infos["b"].begin : infos["b"].end], np.float32).tolist() == [0, 1, 2, 3, 4, 5]
     header = {"z": entry(offsets=(8, 16)), "a": entry(offsets=(0, 8)), "empty": entry(shape=(0, 3), offsets=(8, 8))}
-    found = read_safetensors_header(write(tmp_path, safetensors_bytes(header, bytes(16))), CheckpointError)
-    assert list(found) == ["a", "empty", "z"]
+    infos = read_safetensors_header(write(tmp_path, safetensors_bytes(header, bytes(16))), CheckpointError)
+    assert list(infos) == ["a", "empty", "z"], "in the order of the file, whatever the header's"
 
 
-NAN = float("nan")
 BAD_ENTRIES = {
     "dtype NaN": (entry(dtype="NaN"), "dtype='NaN': unknown; accepted: .*BF16"),
-    "dtype number": (entry(dtype=NAN), "dtype=nan"),
-    "dtype missing": ({"shape": [2], "data_offsets": [0, 8]}, "dtype=None"),
-    "shape negative": (entry(shape=(-2,)), "shape=.*whole numbers"),
-    "shape float": (entry(shape=(2.0,)), "shape="),
-    "shape bool": (entry(shape=(True, 2)), "shape="),
-    "shape text": (entry(shape="2"), "shape="),
-    "shape huge": (entry(shape=(1 << 70,)), "shape="),
+    "dtype number": (entry(dtype=float("nan")), "dtype=nan"),
+    "dtype missing": ({"shape": [2], "data_offsets": [0, 8]}, "dtype: Field required"),
+    "shape negative": (entry(shape=(-2,)), r"shape\[0\]=-2: must be greater than or equal to 0"),
+    "shape float": (entry(shape=(2.0,)), r"shape\[0\]=2.0"),
+    "shape bool": (entry(shape=(True, 2)), r"shape\[0\]=True"),
+    "shape text": (entry(shape="2"), "shape='2'"),
+    "shape huge": (entry(shape=(1 << 70,)), "shape"),
     "shape overflows": (entry(shape=(1 << 40, 1 << 40)), "hold 8 bytes"),
     "length": (entry(shape=(3,)), "hold 8 bytes, but shape .3. of F32 needs 12"),
     "offsets three": (entry(offsets=(0, 8, 9)), "data_offsets="),
-    "offsets negative": (entry(offsets=(-8, 0)), "data_offsets="),
+    "offsets negative": (entry(offsets=(-8, 0)), "data_offsets"),
     "offsets reversed": (entry(offsets=(8, 0)), "hold -8 bytes"),
-    "not an object": ([1, 2], "must be an object"),
+    "not an object": ([1, 2], "must be a valid dictionary"),
     "half an element": (entry("F4", (3,), (0, 1)), "needs 1.5"),
 }
 
@@ -99,7 +91,7 @@ BAD_FILES = {
 
 
 BAD_FILES |= {
-    name: (safetensors_bytes({"layers.0": bad}, bytes(8)), f"'layers.0'.*{message}")
+    name: (safetensors_bytes({"layers.0": bad}, bytes(8)), f"layers.0.*{message}")
     for name, (bad, message) in BAD_ENTRIES.items()
 }
 
@@ -132,11 +124,10 @@ def test_no_mutation_of_a_header_gets_through_or_crashes(tmp_path: Path) -> None
                 raw.insert(position, rng.choice(b"0123456789"))
         path = write(tmp_path, bytes(raw))
         try:
-            found = read_safetensors_header(path, CheckpointError)
+            infos = list(read_safetensors_header(path, CheckpointError).values())
         except CheckpointError:
             continue
         accepted += 1
-        infos: list[TensorInfo] = sorted(found.values(), key=lambda info: info.begin)
         assert all(first.end <= second.begin for first, second in pairwise(infos))
         assert all(info.end <= len(raw) for info in infos)
         sizes = {"F32": 4, "F16": 2, "F64": 8}
@@ -144,7 +135,7 @@ def test_no_mutation_of_a_header_gets_through_or_crashes(tmp_path: Path) -> None
     assert accepted  # a changed name is a good file
 
 
-def test_metadata_comes_back(tmp_path: Path) -> None:
+def test_metadata_is_strings_and_comes_back(tmp_path: Path) -> None:
     about = {"name": 'a "b"', "number": "3"}
     path = write(tmp_path, safetensors_header([TensorSpec("t", "U8", (2,))], about) + bytes(2))
     assert header_metadata(path, read_header_bytes(path, CheckpointError), CheckpointError) == about
@@ -153,10 +144,7 @@ def test_metadata_comes_back(tmp_path: Path) -> None:
     assert header_metadata(path, read_header_bytes(path, CheckpointError), CheckpointError) == {"format": "pt"}
     path = write(tmp_path, safetensors_bytes({}))
     assert header_metadata(path, read_header_bytes(path, CheckpointError), CheckpointError) == {}
-
-
-@pytest.mark.parametrize("metadata", [[], "text", {"a": 1}, {"a": None}])
-def test_metadata_other_than_strings_is_refused(tmp_path: Path, metadata: object) -> None:
-    path = write(tmp_path, safetensors_bytes({"__metadata__": metadata}))
-    with pytest.raises(CheckpointError, match=r"__metadata__=.*must be an object of strings"):
-        header_metadata(path, read_header_bytes(path, CheckpointError), CheckpointError)
+    for metadata in ([], "text", {"a": 1}, {"a": None}):
+        path = write(tmp_path, safetensors_bytes({"__metadata__": metadata}))
+        with pytest.raises(CheckpointError, match=r"__metadata__: .*must be a valid"):
+            header_metadata(path, read_header_bytes(path, CheckpointError), CheckpointError)

@@ -19,9 +19,8 @@ def shape(*experts: int, top_k: int = 3, segments: int = 2) -> Geometry:
 @pytest.mark.parametrize(
     ("experts", "weights"),
     [
-        *(((8,) * 5, [1] * num) for num in (1, 2, 3, 5, 8)),
-        *(((9, 16, 8, 11), [2] * num) for num in (1, 2, 3, 5, 8)),
-        *(((64,) * 26, [7] * num) for num in (1, 2, 3, 5, 8)),
+        *(((8,) * 5, [1] * num) for num in (1, 3, 8)),
+        *(((9, 16, 8, 11), [2] * num) for num in (2, 5)),
         *(((32,) * 20, weights) for weights in ([3, 1], [1, 0, 5], [7, 2, 2, 1], [100, 1, 1])),
     ],
 )
@@ -34,6 +33,10 @@ def test_every_expert_is_on_one_device_and_each_has_some_of_a_layer(
     assert every == [(layer, e) for layer, num in enumerate(experts) for e in range(num)], "a bijection"
     assert all(held and held == sorted(held) for share in shares for held in share.experts)
     assert sum(share.geometry.nbytes for share in shares) == geometry.nbytes
+    for share in shares:
+        for held, layer, whole in zip(share.experts, share.geometry.layers, geometry.layers, strict=True):
+            assert (layer.num_experts, layer.top_k) == (len(held), min(3, len(held)))
+            assert layer.expert_nbytes == whole.expert_nbytes
     totals = [share.geometry.num_experts for share in shares]
     if len(set(weights)) == 1:
         of_devices = [[len(share.experts[layer]) for share in shares] for layer in of_layers]
@@ -45,29 +48,14 @@ def test_every_expert_is_on_one_device_and_each_has_some_of_a_layer(
         assert max(spread) - min(spread) <= 2, "as many in each layer"
 
 
-def test_the_geometry_of_a_share_is_its_experts_own() -> None:
-    geometry = shape(4, 7, top_k=3, segments=4)
-    for share in Placement(geometry, [1] * 3).shares:
-        for held, layer, whole in zip(share.experts, share.geometry.layers, geometry.layers, strict=True):
-            assert (layer.num_experts, layer.top_k) == (len(held), min(3, len(held)))
-            assert layer.expert_nbytes == whole.expert_nbytes
-        assert share.geometry.segments_per_expert == 4
-        assert share.geometry.size_classes == geometry.size_classes
-
-
 def test_it_is_the_same_everywhere_and_no_stripes() -> None:
     """A hash: neighbours are not always apart, as they are where ids are dealt out in order."""
-    first, again = Placement(shape(*[64] * 8), [1] * 2), Placement(shape(*[64] * 8), [1] * 2)
-    assert [share.experts for share in first.shares] == [share.experts for share in again.shares]
-    assert first.shares[0].experts[0][:8] == [0, 3, 7, 10, 11, 12, 13, 16], "on this machine as on any"
-    together = sum((expert in held) == (expert + 1 in held) for held in first.shares[0].experts for expert in range(63))
+    shares = Placement(shape(*[64] * 8), [1] * 2).shares
+    assert shares[0].experts[0][:8] == [0, 3, 7, 10, 11, 12, 13, 16], "on this machine as on any"
+    together = sum((expert in held) == (expert + 1 in held) for held in shares[0].experts for expert in range(63))
     assert 0.35 < together / (8 * 63) < 0.65
-
-
-@pytest.mark.parametrize("num_workers", [8, 99])
-def test_more_workers_than_experts_of_a_layer(num_workers: int) -> None:
-    with pytest.raises(ConfigError, match=rf"workers: {num_workers}, but a layer has 8 experts; accepted: at most 7"):
-        Placement(shape(16, 8), [1] * (1 + num_workers))
+    with pytest.raises(ConfigError, match="workers: 8, but a layer has 8 experts; accepted: at most 7"):
+        Placement(shape(16, 8), [1] * 9)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])

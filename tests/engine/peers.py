@@ -44,7 +44,7 @@ class ThreadWorker:
 
     def end(self) -> None:
         self.kill()
-        self._thread.join(20)
+        self._thread.join(1)  # longer where it stalls
 
 
 class ThreadPeer(Peer):
@@ -76,13 +76,12 @@ class ThreadPeer(Peer):
 
 def put_in_threads(monkeypatch: pytest.MonkeyPatch, *memories: str) -> list[ThreadPeer]:
     """Make `workers=N` start threads; the list has those of the last load. `memories`: of each, instead of the option
-    `worker_memory`. Dropped workers are asked back at every pass.
+    `worker_memory`. Dropped workers are replaced in the next passes.
     """
     made: list[ThreadPeer] = []
 
     def start(workers: str | int, memory: str | int, opened: ExitStack) -> Sequence[ThreadPeer]:
-        each = memories or [memory] * int(workers)
-        made[:] = [ThreadPeer(f"w{number}", one) for number, one in enumerate(each)]
+        made[:] = [ThreadPeer(f"w{number}", each) for number, each in enumerate(memories or [memory] * int(workers))]
         for peer in made:
             opened.callback(peer.end)
             peer.start()

@@ -24,7 +24,7 @@ from expertly.engine.process import (
     VARIABLE,
     VARIABLES,
     WITHOUT_AMX,
-    _code,
+    code_in,
     keep_few_primitives,
     keep_off_trapped_instructions,
     peak_rss_nbytes,
@@ -82,17 +82,6 @@ def test_what_traps_is_switched_off(
         (tmp_path / "cpuinfo").write_text(cpuinfo)
     assert keep_off_trapped_instructions(tmp_path / "cpuinfo", multiply) == is_off
     assert os.environ.get(VARIABLE) == (WITHOUT_AMX if is_off else chosen)
-
-
-def test_a_process_tries_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    (tmp_path / "cpuinfo").write_text(AMX)
-    children: list[object] = []
-    monkeypatch.setattr(instructions, "_survives", lambda multiply: children.append(multiply) is None)
-    instructions._works_here.cache_clear()
-    assert not any(keep_off_trapped_instructions(tmp_path / "cpuinfo") for _ in range(3))
-    assert len(children) == 1
-    instructions._works_here.cache_clear()
 
 
 def make_big_store(
@@ -252,7 +241,7 @@ VmFlags: rd ex
 
 
 def test_only_code_that_can_be_read_again_is_given_back() -> None:
-    assert list(_code(SMAPS)) == [(0x1000, 0x3000, 8192), (0xB000, 0xD000, 4096)]
+    assert code_in(SMAPS) == [(0x1000, 0x3000, 8192), (0xB000, 0xD000, 4096)]
 
 
 def test_the_environment_decides_how_many_primitives_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

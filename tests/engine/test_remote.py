@@ -9,7 +9,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from tests.engine.observe import loaded, reader_threads
 from tests.engine.peers import ThreadPeer, put_in_threads
 from tests.engine.streams import put_in_place
 from tests.families import FAMILIES, generate, logits_of, make_checkpoint, make_prompts
-from tests.model.checkpoints import make_fp8_checkpoint, make_int4_checkpoint, make_mxfp4_checkpoint
+from tests.model.checkpoints import make_int4_checkpoint, make_mxfp4_checkpoint
 from tests.tables import crossed
 
 pytestmark = pytest.mark.timeout(120)
@@ -100,19 +99,11 @@ def test_tokens_and_logits_are_the_reference_also_when_a_worker_dies(
     assert not reader_threads()
 
 
-@pytest.mark.parametrize(
-    ("form", "make"),
-    [
-        ("mxfp4", make_mxfp4_checkpoint),
-        ("fp8", partial(make_fp8_checkpoint, "qwen3_moe", block=128, hidden_size=128, moe_intermediate_size=512)),
-        ("int4_g32", make_int4_checkpoint),
-    ],
-)
+@pytest.mark.parametrize("make", [make_mxfp4_checkpoint, make_int4_checkpoint])
 def test_quantised_experts_give_what_they_give_here(
-    form: str, make: Callable[..., Path], peers: list[ThreadPeer], tmp_path: Path
+    make: Callable[..., Path], peers: list[ThreadPeer], tmp_path: Path
 ) -> None:
     store = pack(make(tmp_path / "model", dtype=torch.float32), tmp_path / "store")
-    assert store.manifest.stored_as == form
     prompts = make_prompts(2, length=14)
     with loaded(store.folder, segments=2) as model:
         tokens, logits = generate(model, prompts), logits_of(model, prompts)
@@ -121,7 +112,7 @@ def test_quantised_experts_give_what_they_give_here(
             assert generate(model, prompts) == tokens
             torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=1e-5 * logits.abs().max())
             assert states(model, "drops") == [num_drops, 0]
-            assert all(one["decode"]["misses"] and one["worker"]["bytes_received"] for one in of_workers(model))
+            assert all(device["decode"]["misses"] for device in of_workers(model))
             peers[0].can_start, peers[0].before = False, at_layer(5, peers[0].kill)
 
 
@@ -157,14 +148,13 @@ def at_layer(number: int, do: Callable[[], object]) -> Callable[[Kind], None]:
     return before
 
 
-@pytest.mark.parametrize("system", ["lru", "fmoe", "resident"])
-def test_a_worker_that_dies_is_replaced_here_and_joins_again(
+@pytest.mark.parametrize("system", ["lru", "resident"])
+def test_a_worker_that_dies_is_computed_for_here_until_another_holds_its_experts(
     system: str, cases: Cases, peers: list[ThreadPeer]
 ) -> None:
     case = cases["qwen3_moe"]
     settings = {"memory": "100%", "worker_memory": "100%"} if system == "resident" else {}
     with with_workers(case.store, system=system, **settings) as model:
-        num_readers = len(reader_threads())
         peers[1].can_start = False
         peers[1].before = at_layer(7, peers[1].kill)
         for _ in range(2):
@@ -177,38 +167,27 @@ def test_a_worker_that_dies_is_replaced_here_and_joins_again(
         before = states(model, "bytes_received")[1]
         assert generate(model, case.prompts) == case.tokens
         assert states(model, "bytes_received")[1] > before, "it computes again"
-        assert len(reader_threads()) == num_readers, "and nobody here in its place"
 
 
-def test_a_worker_that_stalls_is_dropped_and_joins_when_it_wakes(
+def test_a_worker_that_stalls_is_replaced_and_told_of_as_it_was(
     cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In a layer, or while it is asked for statistics: that asks it once, and not for every layer."""
     case, wake = cases["qwen3_moe"], threading.Event()
     monkeypatch.setattr(remote, "DEADLINE_S", 2.0)  # the other worker answers, on a busy machine too
     with with_workers(case.store) as model:
         peers[0].before = at_layer(5, wake.wait)
-        for _ in range(2):
-            assert generate(model, case.prompts) == case.tokens
-            assert states(model, "problem") == ["no answer within its deadline", None]
-        wake.set()
-        until_all_are_back(model, case)
-        assert states(model, "joins") == [1, 0] and peers[0].num_starts == 1, "it was not started anew"
-
-
-def test_a_worker_that_does_not_answer_is_asked_once_for_all_statistics(
-    cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server asks for them while a layer is computed: 2 seconds for each layer would stop it."""
-    case, wake = cases["qwen3_moe"], threading.Event()
-    monkeypatch.setattr(remote, "_STATS_S", 0.05)
-    with with_workers(case.store) as model:
         assert generate(model, case.prompts) == case.tokens
+        assert states(model, "problem") == ["no answer within its deadline", None]
+        until_all_are_back(model, case)
+        assert peers[0].num_starts == 2
         peers[0].before = lambda kind: wake.wait() and None if kind is Kind.STATS else None
         before = sum(peer.kinds.count(Kind.STATS) for peer in peers)
         expertly.stats(model).as_dict()
-        wake.set()
         assert generate(model, case.prompts) == case.tokens
         assert sum(peer.kinds.count(Kind.STATS) for peer in peers) - before <= 2, "once each worker"
+        assert states(model, "drops") == [2, 0]
+        wake.set()
 
 
 def test_a_worker_that_cannot_open_leaves_no_thread_behind(
@@ -245,14 +224,11 @@ def test_a_worker_that_cannot_read_is_dropped(
 def test_kills_at_random_moments(cases: Cases, peers: list[ThreadPeer]) -> None:
     case, chance = cases["qwen3_moe"], random.Random(5)
     with with_workers(case.store, 2, system="fmoe", segments=2) as model:
-        num_kills = 0
-        for _ in range(20):
+        for _ in range(12):
             victim = chance.choice(peers)
-            if not victim.is_dead:
-                victim.before = at_layer(chance.randrange(1, 20), victim.kill)
-                num_kills += 1
+            victim.before = at_layer(chance.randrange(1, 20), victim.kill)
             assert generate(model, case.prompts) == case.tokens
-        assert sum(states(model, "drops")) >= 5 and sum(states(model, "joins")) >= 3
+        assert sum(states(model, "drops")) >= 4 and sum(states(model, "joins")) >= 3
 
 
 def test_where_nobody_can_compute_the_request_fails_with_its_cause(own: tuple[Case, Path], peers: Any) -> None:
@@ -297,7 +273,7 @@ def test_another_store_version_or_model_is_refused_by_name(
     original = worker.open_same_store
     pack(make_checkpoint("qwen3_moe", tmp_path / "other", seed=7), tmp_path / "other-store")
     for folder, told in (
-        (tmp_path / "other-store", r"the store at .*other-store differs from .* in identity, files"),
+        (tmp_path / "other-store", r"the store at .*other-store differs from the engine's; copy"),
         (tmp_path / "nowhere" / "s", r"no packed store at .*nowhere/s nor at .*; copy it"),
     ):
         monkeypatch.setattr(worker, "open_same_store", lambda _, facts, folder=folder: original(folder, facts))

@@ -47,19 +47,16 @@ Case = tuple[str, int, str]
 PROCESSES: dict[str, Case] = {
     "stdout closed": ("X prints >&-", 0, "a message"),
     "stderr closed": ("X refuses 2>&-", 2, ""),
-    "all closed": ("X prints <&- >&- 2>&-", 0, ""),
     "stdout full": (
         "X prints >/dev/full 2>said; code=$?; grep -v message said >&2; exit $code",
         2,
         "stdout: No space left on device",
     ),
     "stdout full, an error": ("X refuses --json >/dev/full", 2, "error: no"),
-    "stderr full": ("X prints 2>/dev/full >/dev/null", 0, ""),
     "stderr full, an error": ("X refuses 2>/dev/full", 2, ""),
     "both full": ("X prints >/dev/full 2>/dev/full", 2, ""),
     "stdout's reader gone": ("(sleep 0.1; X prints 2>/dev/null; echo $? >&2) | true", 0, "141"),
     "stderr's reader gone": ("(sleep 0.1; X prints >/dev/null; echo $? >code) 2>&1 | true; cat code >&2", 0, "0"),
-    "only ASCII": ("PYTHONIOENCODING=ascii X prints 2>/dev/null", 0, ""),
     "the locale C": ("LC_ALL=C PYTHONCOERCECLOCALE=0 PYTHONUTF8=0 X prints 2>/dev/null", 0, ""),
     "no text": ("X prints $'m\\xff'", 2, "must be UTF-8"),
     "a working folder that was removed": ("mkdir gone; cd gone; rmdir ../gone; X prints", 2, "was removed"),
@@ -103,16 +100,13 @@ def test_ctrl_c_is_no_traceback_at_any_time(command: str, environment: dict[str,
 
 TYPED: dict[str, tuple[list[str], str]] = {
     "a model": (["pack", LONG], "File name too long"),
-    "a store": (["pack", "--verify", LONG], "File name too long"),
     "a deep store": (["pack", "--verify", "a/" * 3000], "File name too long"),
     "a home of nobody": (["run", "~nobody-of-this-name/m", "hello"], "no home folder is known"),
     "the root": (["pack", "demo", "--out", "/"], "the root of the file system"),
     "no path": (["pack", "demo", "--out", ""], "'--out': '': must be the name of a file or a folder"),
-    "no path, with =": (["pack", "demo", "--out="], "'--out': '': must be the name of a file or a folder"),
     "a prompt that is no text": (["run", "demo", "h\udcff"], "must be UTF-8"),
     "a temperature below what a float divides by": (["run", "demo", "hi", "--temperature", "1e-320"], "from 0.0001"),
     "a long command": (["x" * 5000], " ... "),
-    "a command of many words": (["x " * 5000], " ... "),
 }
 AMOUNTS = ("", " ", "-1", "NaN%", "inf", "1e400", "٣GiB", "9" * 400 + "GiB", "0x10", "1,5GiB", "0", "50%%")
 
@@ -141,14 +135,9 @@ REFUSED: dict[str, tuple[Exception, str | None]] = {
     "memory": (MemoryError(), "the system refuses more memory"),
     "a thread": (RuntimeError("can't start new thread"), "refuses another thread"),
     "torch's memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "refuses more memory"),
-    "a library that cannot be mapped": (
-        ImportError("libx.so: failed to map segment from shared object", name="torch"),
-        "refuses more memory",
-    ),
     "a broken library": (ImportError("cannot import name 'x' from 'rich'", name="rich"), "rich: cannot be imported"),
     "text": (UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "surrogates not allowed"), "must be UTF-8"),
     "a bug of ours": (ImportError("cannot import name 'x'", name="expertly.core"), None),
-    "another bug": (ValueError("x"), None),
 }
 
 

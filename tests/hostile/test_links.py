@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from expertly.core import files
 from expertly.core.errors import StoreError
+from expertly.store import removal
 from expertly.store.cache import entry_folder, learned_beside, list_entries, make_room, remove_entry, stores_folder
 from expertly.store.checkpoint import Checkpoint
 from expertly.store.packed import expert_files
 from expertly.store.removal import is_store_name
 from expertly.store.writer import StoreWriter, partial_folder
+from tests.engine.failing import raising
 from tests.families import make_checkpoint
 from tests.hostile.cases import run_command
 from tests.store.builders import DENSE, PLAN, experts_of, write_store
@@ -76,9 +77,7 @@ def link_to(name: str) -> Callable[[Path, Path], Any]:
 
 PACKING: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "partial is a link": (lambda m, mine: linked(partial_folder(m), mine), "a link is in the way"),
-    "partial is a dangling link": (lambda m, mine: linked(partial_folder(m), m / "absent"), "a link is in the way"),
     "partial is a pipe": (lambda m, mine: os.mkfifo(partial_folder(m)), "a pipe is in the way"),
-    "partial is somebody's": (lambda m, mine: mine.rename(partial_folder(m)), "not left by packing"),
     "partial is somebody's, with a JSON": (
         lambda m, mine: ((mine / "progress.json").write_text("{}"), mine.rename(partial_folder(m))),
         "not left by packing",
@@ -88,8 +87,6 @@ PACKING: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
         "not left by packing",
     ),
     "out is a link": (lambda m, mine: linked(m, mine), "a link is in the way"),
-    "out is a link to nothing": (lambda m, mine: linked(m, m.with_name("absent")), "a link is in the way"),
-    "the lock is a pipe": (left_with("lock", pipe), "a pipe is in the way"),
     "the lock is a link": (left_with("lock", link_to("lock")), "a link is in the way"),
     "the lock is a second name": (
         left_with("lock", lambda path, mine: path.hardlink_to(mine / "thesis.txt")),
@@ -165,14 +162,6 @@ REMOVING: dict[str, tuple[Callable[[Path, Path], Any], set[str]]] = {
         {"tokenizer.json"},
     ),
     "of a damaged manifest": (lambda store, mine: (store / "manifest.json").write_text("{"), set()),
-    "while a link has the name of what is removed": (
-        lambda store, mine: linked(store.with_name(f"{store.name}.removed"), mine),
-        set(),
-    ),
-    "while they have a folder of that name": (
-        lambda store, mine: mine.rename(store.with_name(f"{store.name}.removed")),
-        set(),
-    ),
 }
 """Of each case what is done before the store is removed, and the names that stay in its folder."""
 
@@ -223,13 +212,14 @@ def test_what_lies_where_learned_state_does_is_not_removed(kind: str, tmp_path: 
     assert precious.exists() and not store.exists()
 
 
-def test_an_interrupted_removal_is_finished_by_the_next(tmp_path: Path) -> None:
+def test_an_interrupted_removal_is_finished_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = write_store(entry_folder(PLAN.model_type, PLAN.identity, PLAN.dtype, tmp_path)).folder
-    doomed = store.with_name(f"{store.name}.removed")
-    store.rename(doomed)
-    (doomed / "dense.safetensors").unlink()
-    assert [entry.problem for entry in list_entries(tmp_path)] == ["removing it was interrupted"], "no model's store"
-    write_store(store)
+    with monkeypatch.context() as patched:
+        patched.setattr(removal, "remove_folder", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            remove_entry(store.name, tmp_path)
+    (store / "dense.safetensors").unlink()
+    assert [entry.problem for entry in list_entries(tmp_path)] == ["not a whole store"]
     remove_entry(store.name, tmp_path)
     assert not any(stores_folder(tmp_path).iterdir())
 
@@ -247,24 +237,16 @@ HOLDER = (
 )
 
 
-@pytest.mark.parametrize("what", ["packing", "writing a file"])
-def test_a_lock_that_is_held_for_ever_is_told_with_its_holder(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_lock_that_is_held_is_waited_for_with_the_name_of_its_holder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(files, "_IDLE_WAIT_S", 0.5)
-    lock = unfinished(tmp_path / "m") / "lock" if what == "packing" else tmp_path / ".a.tmp"
+    lock = unfinished(tmp_path / "m") / "lock"
     lock.touch()
     with subprocess.Popen([sys.executable, "-c", HOLDER, lock], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline()
-        try:
-            kind, run = (StoreError, lambda: write_store(tmp_path / "m")) if what == "packing" else (TimeoutError, None)
-            with pytest.raises(kind, match=rf"process {holder.pid} has locked .*{lock.name} and does not get on"):
-                (run or (lambda: files.write_atomic(tmp_path / "a", b"")))()
-        finally:
-            holder.kill()
-    assert f"waiting for process {holder.pid}" in caplog.text
-    if what == "packing":
+        threading.Timer(0.5, holder.kill).start()
         write_store(tmp_path / "m").verify()
+    assert f"waiting for process {holder.pid}, which has locked {lock}" in caplog.text
 
 
 # -- whole commands ----------------------------------------------------------------------------------------------------
@@ -283,11 +265,6 @@ def cached(checkpoint: Path, folder: Path) -> Path:
 Make = Callable[[Path, Path, Path], Any]
 
 COMMANDS: dict[str, tuple[Make, list[str], str]] = {
-    "learned state is a link": (
-        lambda folder, entry, mine: linked(learned_beside(entry, "reuse"), mine / "thesis.txt"),
-        ["--system", "expertly"],
-        "",
-    ),
     "what is learned is made at a link": (
         lambda folder, entry, mine: linked(entry.with_name(f".{entry.name}.reuse.tmp"), mine / "thesis.txt"),
         ["--system", "expertly"],
@@ -306,7 +283,6 @@ COMMANDS: dict[str, tuple[Make, list[str], str]] = {
         [],
         "a link is in the way",
     ),
-    "the cache is a file": (lambda folder, entry, mine: (folder / ".cache").write_text("mine"), [], ".cache"),
     "the cache is a pipe": (lambda folder, entry, mine: os.mkfifo(folder / ".cache"), [], ".cache"),
     "the cache is somebody's home": (
         lambda folder, entry, mine: (mine / "stores").mkdir() or linked(folder / ".cache", mine),
@@ -331,11 +307,3 @@ def test_a_run_leaves_what_is_not_its_own(name: str, checkpoint: Path, imported:
         ended.is_answered()
     after = seen(tmp_path)
     assert {path: after.get(path) for path in before} == before
-
-
-def test_a_lock_of_this_process_is_no_ones_else(tmp_path: Path) -> None:
-    """The system's list of locks says who holds one."""
-    with (tmp_path / "lock").open("wb") as file:
-        assert files.lock_holder(file.fileno()) is None
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert files.lock_holder(file.fileno()) == os.getpid()

@@ -101,11 +101,8 @@ def tiktoken(**values: Any) -> Callable[[Path], None]:
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     # what tokenizers raises
-    "an unknown normaliser": (parts(normalizer={"type": "Foo"}), UNREAD),
-    "an unknown model": (model(type="Foo"), UNREAD),
     "a bad regular expression": (split("(("), UNREAD),
     "a merge that panics": (bpe(["a b"]), UNREAD),
-    "id -1": (model(vocab={"a": -1}), UNREAD),
     "no words": (model(vocab={}), "prompt: the tokenizer cannot read it: "),
     "a panic of a prompt": (
         parts(
@@ -125,7 +122,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "words of another model": (model(vocab={"h": 5000, "<unk>": 7000}), "prompt: token 7000; accepted: 0 to 127"),
     # sizes
     "4 GiB of vocabulary": (sparse(VOCABULARY), f"{VOCABULARY}: 4294967296 bytes"),
-    "4 GiB of settings": (sparse(SETTINGS), f"{SETTINGS}: 4294967296 bytes"),
     "4 GiB of sentencepiece": (sparse("tokenizer.model"), "tokenizer.model: 4294967296 bytes"),
     "a long regular expression": (split("a" * 10**7), "pattern.Regex: 10000000 characters"),
     "40 000 added tokens": (added(*({"id": 128 + at} for at in range(40_000))), "added_tokens: 40004 entries"),
@@ -150,15 +146,11 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     },
     # settings
     "code that is a number": (settings(auto_map=5), f"{SETTINGS}: auto_map=5"),
-    "a number as token": (settings(bos_token=5), UNREAD),
     "a length of text": (settings(model_max_length="x"), "prompt: the tokenizer cannot read it: "),
     "a method's name": (settings(encode=5), UNREAD),
     "a path to files": (settings(fast_tokenizer_files=["../tokenizer.1.0.json"]), "fast_tokenizer_files=['../token"),
-    "settings that are a list": (content(SETTINGS, "[]"), f"{SETTINGS}: holds a JSON list"),
-    "a template in no encoding": (content("chat_template.jinja", b"\xff\xfe"), UNREAD),
     # code
     "a tokenizer that is code": (tiktoken(auto_map=CODE), f"{SETTINGS}: auto_map=['tokenization_kimi."),
-    "an old one that is code": (tiktoken(auto_map=CODE["AutoTokenizer"]), "the tokenizer is code, which is not run"),
     "a class of nobody": (tiktoken(tokenizer_class="TikTokenTokenizer"), "tokenizer_class='TikTokenTokenizer': not a"),
 }
 

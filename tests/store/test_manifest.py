@@ -29,14 +29,6 @@ def test_round_trip(tmp_path: Path, manifest: Manifest) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]  # no temporary file is left
 
 
-def test_what_older_stores_say_of_rounding_is_read(tmp_path: Path) -> None:
-    FULL.write(tmp_path)
-    raw = json.loads((tmp_path / "manifest.json").read_text())
-    raw["rounding"]["cost"] = {"kl": 0.01}
-    (tmp_path / "manifest.json").write_text(json.dumps(raw))
-    assert Manifest.read(tmp_path) == FULL
-
-
 def of_layer(name: str, value: object) -> Callable[[dict[str, Any]], None]:
     return lambda raw: raw["layers"][1].update({name: value})
 

@@ -9,13 +9,11 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from expertly.core.errors import StoreError, TransferError
-from expertly.store import reader
 from expertly.store.reader import ExpertFile
 
 PAGE = 4096
@@ -83,14 +81,6 @@ def test_reads_the_right_bytes(file: ExpertFile, path: Path) -> None:
         assert bytes(buffer) == content[offset : offset + nbytes]
 
 
-def test_is_direct_when_everything_is_aligned(direct: ExpertFile) -> None:
-    memory = aligned(3 * PAGE)
-    assert direct.read_into(PAGE, memory)
-    assert not direct.read_into(PAGE + 1, memory[:PAGE])  # offset
-    assert not direct.read_into(PAGE, memory[: PAGE - 1])  # length
-    assert not direct.read_into(PAGE, memory[64 : 64 + PAGE])  # address
-
-
 Preadv = Callable[[int, list[memoryview], int], int]
 preadv: Preadv = os.preadv  # type: ignore[assignment]
 
@@ -122,34 +112,17 @@ def test_sectors_are_read_past_the_page_cache_where_the_disk_takes_them(
         assert file.alignment == PAGE and file.read_into(PAGE, memory)
 
 
-def test_direct_reads_cost_exactly_their_bytes_and_no_page_cache(direct: ExpertFile, path: Path) -> None:
+def test_aligned_reads_are_direct_and_nothing_stays_in_the_page_cache(direct: ExpertFile, path: Path) -> None:
     memory = aligned(16 * PAGE)
     assert cached_pages(path) == 0, "the test's own writing is still cached"
     before = disk_reads()
     for offset in range(0, NUM_PAGES * PAGE, 32 * PAGE):
         assert direct.read_into(offset, memory)
     assert disk_reads() - before == NUM_PAGES // 32 * len(memory)
+    assert not direct.read_into(PAGE + 1, memory[:PAGE])  # offset
+    assert not direct.read_into(PAGE, memory[: PAGE - 1])  # length
+    assert not direct.read_into(PAGE, memory[64 : 64 + PAGE])  # address
     assert cached_pages(path) == 0
-
-
-def test_buffered_reads_leave_no_page_behind(file: ExpertFile, path: Path) -> None:
-    memory = aligned(16 * PAGE)
-    before = disk_reads()
-    assert not file.read_into(5 * PAGE + 3, memory)
-    assert cached_pages(path) == 0
-    assert disk_reads() - before <= len(memory) + 2 * PAGE  # no readahead (0 on a file system in memory)
-
-
-def test_a_file_system_without_direct_reads_is_read_all_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, memory = os.open, aligned(PAGE)
-
-    def refuse(file: Any, flags: int, *rest: Any, **named: Any) -> int:
-        return failing(errno.EINVAL)(0, [], 0) if flags & os.O_DIRECT else whole(file, flags, *rest, **named)
-
-    monkeypatch.setattr(os, "open", refuse)
-    with contextlib.closing(ExpertFile(path)) as file:
-        assert not file.read_into(PAGE, memory)
-    assert bytes(memory) == path.read_bytes()[PAGE : 2 * PAGE]
 
 
 def test_a_short_file_is_named_with_its_offset(file: ExpertFile, path: Path) -> None:
@@ -172,45 +145,21 @@ def test_a_read_error_is_named(file: ExpertFile, path: Path, replaced: Callable[
         file.read_into(2 * PAGE, aligned(PAGE))
 
 
-@pytest.mark.parametrize("code", [errno.EAGAIN, errno.ENOMEM])
-def test_a_busy_system_is_asked_again_a_few_times(
-    code: int, file: ExpertFile, path: Path, replaced: Callable[[Preadv], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("refused_from", "shortfall"), [(0, PAGE), (PAGE, PAGE), (1 << 30, PAGE), (1 << 30, 100)])
+def test_short_reads_are_continued_and_what_the_device_refuses_comes_through_the_page_cache(
+    refused_from: int, shortfall: int, direct: ExpertFile, path: Path, replaced: Callable[[Preadv], None]
 ) -> None:
-    monkeypatch.setattr(reader, "_PAUSES_S", (0.0,) * 4)
-    reads = [failing(code)] * 4 + [preadv] + [failing(code)] * 5
-    replaced(lambda fd, buffers, offset: reads.pop(0)(fd, buffers, offset))
-    buffer = aligned(2 * PAGE)
-    file.read_into(PAGE, buffer)
-    assert bytes(buffer) == path.read_bytes()[PAGE : 3 * PAGE]
-    with pytest.raises(TransferError, match=f"offset {PAGE} failed .{os.strerror(code)}"):
-        file.read_into(PAGE, buffer)
-
-
-@pytest.mark.parametrize("refused_from", [0, PAGE])
-def test_what_the_device_refuses_comes_through_the_page_cache(
-    refused_from: int, direct: ExpertFile, path: Path, replaced: Callable[[Preadv], None]
-) -> None:
-    """All of a read, or what a short one left of it; no page stays cached."""
-
     def odd(fd: int, buffers: list[memoryview], offset: int) -> int:
-        is_refused = fd == direct.direct_fd and offset >= refused_from
-        return (failing(errno.EINVAL) if is_refused else preadv)(fd, [buffers[0][:PAGE]], offset)
+        if fd == direct.direct_fd and offset >= refused_from:
+            raise OSError(errno.EINVAL, "refused")
+        return max(1, preadv(fd, buffers[:1], offset) - shortfall)
 
     replaced(odd)
     buffer = aligned(4 * PAGE)
-    assert not direct.read_into(0, buffer)
+    is_direct = direct.read_into(0, buffer)
     assert cached_pages(path) == 0
     assert bytes(buffer) == path.read_bytes()[: 4 * PAGE]
-
-
-@pytest.mark.parametrize("shortfall", [PAGE, 100])
-def test_short_reads_are_continued(
-    file: ExpertFile, path: Path, replaced: Callable[[Preadv], None], shortfall: int
-) -> None:
-    replaced(lambda fd, buffers, offset: max(1, preadv(fd, buffers[:1], offset) - shortfall))
-    buffer = aligned(12 * PAGE)
-    file.read_into(PAGE, buffer)
-    assert bytes(buffer) == path.read_bytes()[PAGE : 13 * PAGE]
+    assert is_direct <= (refused_from > PAGE)
 
 
 def test_close_is_idempotent_and_frees_the_descriptors(path: Path) -> None:

@@ -144,7 +144,7 @@ def _facts(store: PackedStore) -> dict[str, Any]:
         "identity": manifest.identity,
         "model_type": manifest.model_type,
         "dtype": manifest.stored_as,
-        "rounding": None if manifest.rounding is None else manifest.rounding.as_dict(),
+        "rounding": None if manifest.rounding is None else {"to": manifest.rounding.to},
         "layers": len(manifest.layers),
         "experts": sum(layer.num_experts for layer in manifest.layers),
         "expert_bytes": store.experts_nbytes,

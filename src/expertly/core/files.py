@@ -14,7 +14,6 @@ import math
 import os
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -207,54 +206,30 @@ def lock_file(path: Path) -> int:
 
 
 def _take_lock(fd: int, path: Path) -> None:
-    """Lock an open file. While another process has the lock, says so and waits as long as that process takes processor
-    time. Raises TimeoutError naming it where it does not. File systems without locks must do without.
+    """Lock an open file. While another process has the lock, names it and waits. File systems without locks must do
+    without.
     """
-    pause_s, since = 0.001, time.monotonic()
-    used: tuple[str, ...] | None = None  # processor time of the holder
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                return
-            if not isinstance(error, BlockingIOError):
-                raise
-        before, pid = used, lock_holder(fd)
-        used = _processor_time(pid)
-        holder = "another process" if pid is None else f"process {pid}"
-        if before != used or pid is None:
-            since = time.monotonic()
-        elif time.monotonic() - since > _IDLE_WAIT_S:
-            text = f"{holder} has locked {path} and does not get on; end it, or try again later"
-            raise TimeoutError(errno.ETIMEDOUT, text, str(path))
-        if 0.05 < pause_s < 0.1:
-            logging.getLogger("expertly").warning("waiting for %s, which has locked %s", holder, path)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.1)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = name_of_holder(fd)
+        logging.getLogger("expertly").warning("waiting for %s, which has locked %s", holder, path)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
 
 
-_IDLE_WAIT_S = 12.0
-"""So long a lock is waited for whose holder takes no processor time."""
-
-
-def lock_holder(fd: int) -> int | None:
-    """The process that has locked an open file; None where the system does not say."""
+def name_of_holder(fd: int) -> str:
+    """The process that has locked an open file, as far as the system says."""
     about = os.fstat(fd)
     place = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()  # 1: FLOCK ADVISORY WRITE 708 fe:00:1034 0 EOF
             if words[1] == "FLOCK" and words[5] == place and int(words[4]) > 0:
-                return int(words[4])
-    return None
-
-
-def _processor_time(pid: int | None) -> tuple[str, ...] | None:
-    with suppress(OSError):
-        return tuple(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[11:13])
-    return None
+                return f"process {words[4]}"
+    return "another process"
 
 
 def sync_folder(folder: Path) -> None:

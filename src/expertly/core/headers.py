@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Annotated, Any
+
+from annotated_types import Ge, Len, Lt, MaxLen
+from typing_extensions import TypedDict
 
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import PAGE_NBYTES
-from expertly.core.untrusted import HEADER, MAX_DIMENSIONS, MAX_NAME, check_value, reading
+from expertly.core.untrusted import HEADER, MAX_DIMENSIONS, MAX_NAME, check_value, reading, value_as
 
 _DTYPES_OF_BITS = {
     4: "F4",
@@ -52,6 +55,17 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return self.end - self.begin
+
+
+_Size = Annotated[int, Ge(0), Lt(1 << 62)]
+
+
+class _Entry(TypedDict):
+    """Of a header."""
+
+    dtype: str
+    shape: Annotated[list[_Size], MaxLen(MAX_DIMENSIONS)]
+    data_offsets: Annotated[list[_Size], Len(2, 2)]  # from where the file's data begins
 
 
 def read_safetensors_header(path: Path, failure: type[ExpertlyError]) -> dict[str, TensorInfo]:
@@ -93,11 +107,20 @@ def parse_safetensors_header(
     entries.pop("__metadata__", None)
     start, size = 8 + len(raw), path.stat().st_size if file_nbytes is None else file_nbytes
     tensors = {}
-    for name, entry in entries.items():
+    for name, entry in value_as(dict[str, _Entry], entries, f"{path}: header", failure).items():
         if len(name) > MAX_NAME or not name.isprintable():
             said = f"a name of {len(name)} characters; accepted: {MAX_NAME} that can be printed"
             raise failure(f"{path}: tensor {name[:80]!r}: {said}")
-        tensors[name] = tensor_info(f"{path}: tensor {name!r}", entry, start, failure)
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if dtype not in BITS:
+            accepted = ", ".join(BITS)
+            raise failure(f"{path}: tensor {name!r}: dtype={dtype!r:.80}: unknown; accepted: {accepted}")
+        num_bits = 0 if 0 in shape else math.prod(shape) * BITS[dtype]  # of 64 sizes at most: no long computation
+        if (end - begin) * 8 != num_bits:
+            needed = f"shape {shape!s:.80} of {dtype} needs {num_bits / 8 if num_bits < 1 << 70 else math.inf:g}"
+            held = f"data_offsets={[begin, end]} hold {end - begin} bytes"
+            raise failure(f"{path}: tensor {name!r}: {held}, but {needed}")
+        tensors[name] = TensorInfo(dtype, tuple(shape), start + begin, start + end)
     ordered = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end))
     expected, previous = start, "the header"
     for name, info in ordered:
@@ -118,9 +141,7 @@ def parse_safetensors_header(
 def header_metadata(path: Path, raw: bytes, failure: type[ExpertlyError]) -> dict[str, str]:
     """The metadata of a safetensors header; empty where it has none. Raises `failure`."""
     metadata = _parse(path, raw, failure).get("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise failure(f"{path}: __metadata__={metadata!r:.80}: must be an object of strings")
-    return metadata
+    return value_as(dict[str, str], metadata, f"{path}: __metadata__", failure)
 
 
 def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -139,12 +160,12 @@ def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] 
 
 def _parse(path: Path, raw: bytes, failure: type[ExpertlyError]) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in entries:
                 raise failure(f"{path}: header names {key!r:.80} twice")
-            found[key] = value
-        return found
+            entries[key] = value
+        return entries
 
     try:
         entries = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
@@ -154,30 +175,3 @@ def _parse(path: Path, raw: bytes, failure: type[ExpertlyError]) -> dict[str, An
         raise failure(f"{path}: header is a JSON {type(entries).__name__}; must be an object")
     check_value(entries, f"{path}: header", HEADER, failure)
     return entries
-
-
-def tensor_info(where: str, entry: object, start: int, failure: type[ExpertlyError]) -> TensorInfo:
-    """One entry of a header, checked by itself; `start`: where the file's data begins; `where`: its name in
-    messages.
-    """
-    if not isinstance(entry, dict):
-        raise failure(f"{where}: header entry is {entry!r:.80}; must be an object")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in BITS:
-        raise failure(f"{where}: dtype={dtype!r:.80}: unknown; accepted: {', '.join(BITS)}")
-    if not _are_sizes(shape):
-        raise failure(f"{where}: shape={shape!r:.80}: must be a list of whole numbers from 0")
-    if len(shape) > MAX_DIMENSIONS:
-        raise failure(f"{where}: shape={shape!s:.80}: {len(shape)} dimensions; accepted: {MAX_DIMENSIONS}")
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        raise failure(f"{where}: data_offsets={offsets!r:.80}: must be two whole numbers from 0")
-    begin, end = offsets
-    num_bits = 0 if 0 in shape else math.prod(shape) * BITS[dtype]  # of 64 sizes at most: no long computation
-    if (end - begin) * 8 != num_bits:
-        needed = f"shape {shape!s:.80} of {dtype} needs {num_bits / 8 if num_bits < 1 << 70 else math.inf:g}"
-        raise failure(f"{where}: data_offsets={offsets} hold {end - begin} bytes, but {needed}")
-    return TensorInfo(dtype, tuple(shape), start + begin, start + end)
-
-
-def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 62 for size in value)

@@ -180,14 +180,28 @@ def parse_as(kind: type[T], text: str, name: str, failure: type[ExpertlyError], 
     """JSON as `kind`, a dataclass whose annotations may bound its fields. Nothing is converted: a "1" is no number.
     Raises `failure` saying `name`, the field, its value, what is accepted and then `hint`.
     """
+    with _saying(name, failure, hint):
+        read: T = _adapter(cast(Hashable, kind)).validate_json(text, strict=True)
+        return read
+
+
+def value_as(kind: type[T], value: Any, name: str, failure: type[ExpertlyError]) -> T:
+    """`parse_as` for a value that was JSON."""
+    with _saying(name, failure):
+        read: T = _adapter(cast(Hashable, kind)).validate_python(value, strict=True)
+        return read
+
+
+@contextmanager
+def _saying(name: str, failure: type[ExpertlyError], hint: str = "") -> Iterator[None]:
     from pydantic import ValidationError  # a tenth of a second to import, and only files need it
 
     try:
-        read: T = _adapter(cast(Hashable, kind)).validate_json(text, strict=True)
-        return read
+        yield
+        return
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    first = next((one for one in errors if one["loc"] == ("format_version",)), errors[0])  # which explains the others
+    first = next((each for each in errors if each["loc"] == ("format_version",)), errors[0])  # explains the others
     said = first["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("should", "must")
     parts = [f"[{part}]" if isinstance(part, int) else f".{part:.80}" for part in first["loc"]]
     if first["type"] not in ("missing", "json_invalid"):

@@ -4,8 +4,8 @@ hold their experts, and runs layers with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,8 @@ from expertly.core.resources import granted_cpus
 from expertly.core.units import format_nbytes
 from expertly.engine import wire
 from expertly.engine.compute import Dispatch, Early, part_of
-from expertly.engine.local_workers import HOST, LocalProcess
-from expertly.engine.peer import Peer
-from expertly.engine.remote import RemoteShard, ask_all, naming
+from expertly.engine.peer import HOST, OPENING_S, LocalProcess, Peer
+from expertly.engine.remote import LOST, RemoteShard, words_of
 from expertly.engine.shard import Moments, Shard, Waits, add_times
 from expertly.engine.worker import SPARED_PERCENT, make_cpu_shard, store_facts
 from expertly.scheduler.budget import least_nbytes
@@ -52,9 +51,30 @@ def start_workers(workers: str | int, memory: str | int, opened: ExitStack) -> S
         peers = [Peer(f"local-{number}", HOST, launch, is_here=True) for number in range(1, num + 1)]
     for peer in peers:
         opened.callback(peer.end)
-        with naming(peer):
+        with _naming(peer):
             peer.start()
     return peers
+
+
+@contextmanager
+def _naming(peer: Peer) -> Iterator[None]:
+    """Raises ConfigError naming the worker, and the reason why it is lost."""
+    try:
+        yield
+    except LOST as error:
+        raise ConfigError(f"workers: {peer.name}: {words_of(error)}") from error
+
+
+def _ask_all(peers: Sequence[Peer], messages: Sequence[bytes]) -> list[dict[str, Any]]:
+    """What each answers, all at the same time. Raises ConfigError naming a worker that does not."""
+    for peer, message in zip(peers, messages, strict=True):
+        with _naming(peer):
+            peer.send(message)
+    answers = []
+    for peer in peers:
+        with _naming(peer):
+            answers.append(wire.parts_of(peer.receive(OPENING_S))[0])
+    return answers
 
 
 def memory_of_workers(
@@ -67,7 +87,7 @@ def memory_of_workers(
     ConfigError where a worker does not answer, or is of another version.
     """
     hello = wire.message(wire.Kind.HELLO, {"version": wire.VERSION, "expert_nbytes": expert_nbytes})
-    free = [answer["memory_nbytes"] for answer in ask_all(peers, [hello] * len(peers))]
+    free = [answer["memory_nbytes"] for answer in _ask_all(peers, [hello] * len(peers))]
     if memory != "auto" or not all(peer.is_here for peer in peers):
         return free, False
     if is_own_stated:
@@ -112,7 +132,7 @@ def open_workers(
             partial(make_cpu_shard, peer.name, store, share, base, least_nbytes(share.geometry)),
             getattr(torch, store.manifest.dtype),
         )
-        for peer, share, opening, told in zip(peers, shares, openings, ask_all(peers, openings), strict=True)
+        for peer, share, opening, told in zip(peers, shares, openings, _ask_all(peers, openings), strict=True)
     ]
 
 
@@ -165,10 +185,10 @@ class Cluster:
             outputs.zero_()
         outputs.index_copy_(0, own.rows, own_outputs)
         for remote, part in zip(self.remotes, away, strict=True):
-            ran = remote.take(part.work, on_host)
-            outputs.index_copy_(0, part.rows, ran.outputs.to(hidden.device))
-            if remote.made_us_wait and not is_behind:  # an accelerator's stamps are no times
-                waits = [(0, ran.waited_ns)]
+            its_outputs, waited_ns = remote.take(part.work, on_host)
+            outputs.index_copy_(0, part.rows, its_outputs.to(hidden.device))
+            if waited_ns is not None and not is_behind:  # an accelerator's stamps are no times
+                waits = [(0, waited_ns)]
         return outputs, waits
 
     def settle(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from hmac import compare_digest
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
 _CONNECTING_S = 10.0
@@ -25,7 +27,11 @@ class Address(NamedTuple):
 
 
 class Pair:
-    """One of two ends, for one thread at a time. Messages arrive in order. A process that ends closes it for both."""
+    """One of two ends, for one thread at a time. Messages arrive in order. A process that ends closes it for both.
+
+    `send` and `receive` raise OSError: ConnectionError where the other end is gone, TimeoutError where it takes too
+    long. Whatever they raise, the connection is closed: nobody would know where the next message begins.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -40,44 +46,40 @@ class Pair:
         return joined
 
     def send(self, message: bytes, timeout_s: float | None = None) -> None:
-        """Raises ConnectionError, or TimeoutError where the other end does not read; the connection is closed then."""
-        self._socket.settimeout(timeout_s)
-        try:
+        with self._closing():
+            self._socket.settimeout(timeout_s)
             self._socket.sendall(len(message).to_bytes(_LENGTH_NBYTES, "little") + message)
-        except BaseException as error:
-            raise self._closed(error) from error
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """The next message; None: wait for it forever. Raises ConnectionError; TimeoutError where none begins in time,
-        or does not end, which closes the connection.
-        """
+        """The next message; None: wait for it forever."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        length = self._read(_LENGTH_NBYTES, until_s)
-        return self._read(int.from_bytes(length, "little"), until_s, is_begun=True)
+        with self._closing():
+            return self._read(int.from_bytes(self._read(_LENGTH_NBYTES, until_s), "little"), until_s)
+
+    def has_message(self) -> bool:
+        """Whether `receive` would return or raise soon. Never waits."""
+        return bool(wait([self._socket], 0))
 
     def close(self) -> None:
         """Idempotent. A thread that waits is told, so the socket itself is closed when nobody has it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _closed(self, error: BaseException) -> BaseException:
-        """What to raise: whatever ended a message half-way, nobody would know where the next one begins."""
-        self.close()
-        is_known = isinstance(error, (ConnectionError, TimeoutError)) or not isinstance(error, OSError)
-        return error if is_known else ConnectionError(str(error))
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
-    def _read(self, nbytes: int, until_s: float | None, *, is_begun: bool = False) -> bytes:
+    def _read(self, nbytes: int, until_s: float | None) -> bytes:
         content = bytearray(nbytes)
         missing = memoryview(content)
         while missing:
             left_s = None if until_s is None else max(1e-3, until_s - time.monotonic())  # 0 would not wait at all
             self._socket.settimeout(left_s)
-            try:
-                num_read = self._socket.recv_into(missing)
-            except BaseException as error:
-                if isinstance(error, TimeoutError) and not is_begun and len(missing) == nbytes:
-                    raise
-                raise self._closed(error) from error
+            num_read = self._socket.recv_into(missing)
             if not num_read:
                 raise ConnectionError("the other end closed the connection")
             missing = missing[num_read:]
@@ -88,24 +90,22 @@ class Meeting:
     """Where this process waits for one other, which is told the address and its key."""
 
     def __init__(self, host: str) -> None:
-        """`host`: an address of this machine, on which alone it listens. Raises ConnectionError."""
-        try:
-            self._listening = socket.create_server((host, 0))
-        except OSError as error:
-            raise ConnectionError(str(error)) from error
+        """`host`: an address of this machine, on which alone it listens. Raises OSError."""
+        self._listening = socket.create_server((host, 0))
         self.address = Address(host, self._listening.getsockname()[1], secrets.token_hex(32))
 
-    def accept(self, timeout_s: float) -> Pair:
-        """Wait for the process that joins. Raises TimeoutError."""
+    def accept(self, timeout_s: float) -> Pair | None:
+        """The process that joins; None where it does not within this time. Strangers are sent away."""
         until_s, key = time.monotonic() + timeout_s, self.address.key.encode()
-        while (left_s := until_s - time.monotonic()) > 0:
-            self._listening.settimeout(left_s)
-            with suppress(OSError):  # none has come in time, or it is somebody else
-                connected, _ = self._listening.accept()
+        with suppress(OSError):  # nobody came in time
+            while True:
+                self._listening.settimeout(max(1e-3, until_s - time.monotonic()))
+                joined = Pair(self._listening.accept()[0])
                 with suppress(OSError):
-                    joined = Pair(connected)
                     if compare_digest(joined._read(len(key), time.monotonic() + _GREETING_S), key):
                         self._listening.close()
                         return joined
-                connected.close()
-        raise TimeoutError
+                joined.close()
+                if time.monotonic() > until_s:
+                    break
+        return None

@@ -7,11 +7,11 @@ import ctypes
 import faulthandler
 import functools
 import gc
+import multiprocessing
 import os
 import re
 import resource
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +53,7 @@ def _multiply() -> None:
     """A product for which oneDNN uses AMX, on one thread: a child of a threaded process must not start threads."""
     import torch
 
+    faulthandler.disable()  # dying is an answer, not a crash to report
     torch.set_num_threads(1)
     torch.nn.functional.linear(*(torch.ones(32, 64, dtype=torch.bfloat16) for _ in range(2)))
 
@@ -65,24 +66,13 @@ def _works_here() -> bool:
 
 def _survives(multiply: Callable[[], object]) -> bool:
     """Whether a child that multiplies is not killed by an illegal instruction. A child that hangs counts as killed."""
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            faulthandler.disable()  # dying is an answer, not a crash to report
-            multiply()
-            status = 0
-        finally:
-            os._exit(status)
-    end = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGILL)
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
+    child = multiprocessing.get_context("fork").Process(target=multiply)
+    child.start()
+    child.join(_PATIENCE_S)
+    hangs = child.exitcode is None
+    child.kill()
+    child.join()
+    return not hangs and child.exitcode != -signal.SIGILL
 
 
 # -- memory beside weights ---------------------------------------------------------------------------------------------
@@ -119,9 +109,8 @@ def keep_few_primitives() -> None:
 def give_back_large_blocks() -> None:
     """From now on the C library gives memory of `LARGE_NBYTES` and more back to the system when it is freed.
 
-    By default it keeps freed blocks of up to 32 MiB. Prompts of other lengths need other sizes: a GGUF model with wide
-    experts held 59 MiB where 27 were in use. A threshold of 4 MiB would still keep oneDNN's float32 results, 30 MiB on
-    processors without bfloat16 instructions (docs/log/).
+    By default it keeps freed blocks of up to 32 MiB, and prompts of other lengths need other sizes. With a threshold of
+    4 MiB it would still keep oneDNN's float32 results, 30 MiB on processors without bfloat16 instructions.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -147,19 +136,19 @@ def give_back_code() -> int:
     Most of it ran only during imports; code that runs again comes back from the page cache. Does nothing without
     /proc/self/smaps.
     """
-    library = ctypes.CDLL(None, use_errno=True)
+    library = ctypes.CDLL(None)
     try:
         smaps = Path("/proc/self/smaps").read_text(errors="replace")  # names of files may be in any encoding
     except OSError:
         return 0
     given_nbytes = 0
-    for begin, end, resident_nbytes in _code(smaps):
+    for begin, end, resident_nbytes in code_in(smaps):
         if library.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONT_NEED) == 0:
             given_nbytes += resident_nbytes
     return given_nbytes
 
 
-def _code(smaps: str) -> list[tuple[int, int, int]]:
+def code_in(smaps: str) -> list[tuple[int, int, int]]:
     """(begin, end, resident bytes) of unmodified mappings of files' code, which can be read again."""
     return [(int(begin, 16), int(end, 16), int(kib) << 10) for begin, end, kib in _CODE.findall(smaps)]
 

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from expertly.core.errors import ConfigError
-from expertly.engine.local_workers import serve
 from expertly.engine.pair import Address
 from expertly.engine.peer import Peer
+from expertly.engine.worker import serve
 
 try:
     import ray

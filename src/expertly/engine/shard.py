@@ -184,13 +184,13 @@ class Shard:
         device, router = self.device, work.router
         device.waits = []
         call = LayerCall(self._layers[router.layer], work, hidden, early)
-        if self.times is not None:
-            self._run_measured(call, work, routed, self.times)
-            return call.outputs, device.waits
+        before = None if self.times is None else (device.stamp(), self._num_missing(router.layer))
         compute = _using(device, call.compute) if device.queues_uses else call.compute
         if early is not None:
             compute = self._without(early, router.experts, compute)
         run_layer(self.scheduler, device, router, compute, self.prefetcher, routed, together=call.takes_several)
+        if before is not None:
+            self._note_loads(router.layer, *before)
         return call.outputs, device.waits
 
     def _without(
@@ -209,20 +209,21 @@ class Shard:
 
         return rest
 
-    def _run_measured(
-        self, call: LayerCall, work: Dispatch, routed: Callable[[], Routed] | None, times: StepTimes
-    ) -> None:
-        """Run a layer, and take the times of a decode step's parts that the configurator needs."""
-        transport, router = _MeasuredTransport(self.device), work.router
-        compute, together = _using(self.device, call.compute), call.takes_several
-        run_layer(self.scheduler, transport, router, compute, self.prefetcher, routed, together=together)
-        if transport.num_segments:
+    def _num_missing(self, layer: int) -> int:
+        """How many segments of this layer were needed and not resident, so far."""
+        counters = self.scheduler.counters[layer]
+        nbytes = sum(phase.demanded_nbytes - phase.hit_nbytes for phase in (counters.prefill, counters.decode))
+        return nbytes // self.geometry.segment_nbytes(layer)
+
+    def _note_loads(self, layer: int, begin: Any, num_before: int) -> None:
+        """Count how long a layer's missing segments took, to the end of its last wait for one."""
+        num, waits, times = self._num_missing(layer) - num_before, self.device.waits, self.times
+        if num and times is not None:
 
             def loaded(begin_ns: int, end_ns: int, waited_ns: int) -> None:
-                has_waited = transport.has_waited and waited_ns >= _LEAST_WAIT_NS
-                times.loaded(router.layer, transport.num_segments, end_ns - begin_ns, has_waited=has_waited)
+                times.loaded(layer, num, end_ns - begin_ns, has_waited=waited_ns >= _LEAST_WAIT_NS)
 
-            self.moments.note(transport.asked, transport.arrived, self.device.waits, loaded)
+            self.moments.note(begin, waits[-1][1] if waits else self.device.stamp(), waits, loaded)
 
     def settle(self) -> None:
         """Count the times that the device has reached by now."""
@@ -272,37 +273,3 @@ def _using(device: Device, compute: Callable[[Sequence[Span]], None]) -> Callabl
         device.used(spans)
 
     return use
-
-
-class _MeasuredTransport:
-    """A device as the loop's transport, which notes when a layer's loads were submitted and when the last arrived."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.prefetch, self.cancel = device.prefetch, device.cancel
-        self.asked: Any = None  # stamp of the first `submit`
-        self.arrived: Any = None  # stamp of the last arrival
-        self.has_waited = False  # for the last arrival
-        self.num_segments = 0  # that have arrived since `asked`
-
-    def submit(self, spans: Sequence[Span]) -> None:
-        if self.asked is None:
-            self.asked = self._device.stamp()
-        self._device.submit(spans)
-
-    def poll(self) -> Span | None:
-        span = self._device.poll()
-        if span is not None:
-            self._arrived(span, False)
-        return span
-
-    def wait(self) -> Span:
-        span = self._device.wait()
-        self._arrived(span, True)
-        return span
-
-    def _arrived(self, span: Span, has_waited: bool) -> None:
-        if self.asked is not None:
-            self.arrived = self._device.stamp()
-            self.has_waited = has_waited
-            self.num_segments += span.num_segments

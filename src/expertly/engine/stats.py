@@ -68,7 +68,7 @@ class Stats:
             "expert_bytes": executor.geometry.nbytes,
             "memory_reason": self.memory_reason,
             "kernels": shard.kernels.facts(),
-            "rounding": None if rounding is None else rounding.as_dict(),
+            "rounding": None if rounding is None else {"to": rounding.to},
             "dense": {"bytes": sum(formats.values()), "formats": formats},
             "bytes_loaded": sum(phase.loaded_nbytes for phase in totals.values()),
             "stall_s": sum(phase.stall_ns for phase in totals.values()) / 1e9,

@@ -18,7 +18,7 @@ import torch
 from expertly.core.messages import RouterRan
 from expertly.engine.compute import Dispatch
 
-VERSION = 6
+VERSION = 7
 """Of the messages and of what they ask for. An engine takes only workers of its own."""
 
 
@@ -56,10 +56,6 @@ def parts_of(message: bytes) -> tuple[dict[str, Any], bytes]:
     return header, message[end:]
 
 
-def refused(error: BaseException) -> bytes:
-    return message(Kind.FAILED, {"reason": f"{type(error).__name__}: {error}"})
-
-
 def _bytes_of(rows: torch.Tensor) -> Any:
     return rows.detach().contiguous().view(torch.uint8).numpy()
 
@@ -68,18 +64,10 @@ def _rows_of(content: bytes, dtype: torch.dtype, num_rows: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=dtype).view(num_rows, -1)  # of a copy, which may be written
 
 
-class LayerAsked(NamedTuple):
-    """A worker's part of a layer. `hidden` [T, H] has only the tokens that its experts compute. `begins`: it is the
-    worker's first of a forward pass.
-    """
-
-    begins: bool
-    work: Dispatch
-    hidden: torch.Tensor
-
-
 def layer_message(begins: bool, work: Dispatch, hidden: torch.Tensor) -> bytes:
-    """`hidden` [T, H] of all tokens, in host memory and in the dtype of the experts. The work has rows."""
+    """A worker's part of a layer, which has rows. `begins`: it is the worker's first of a forward pass. `hidden` [T, H]
+    of all tokens, in host memory and in the dtype of the experts; those go that its experts compute.
+    """
     router = work.router
     header = {"begins": begins, "router": [getattr(router, name) for name in _ROUTER]}
     if work.rows is None:
@@ -88,24 +76,25 @@ def layer_message(begins: bool, work: Dispatch, hidden: torch.Tensor) -> bytes:
     tokens, places = np.unique(torch.cat(rows).numpy() // work.top_k, return_inverse=True)
     if len(tokens) < len(hidden):
         hidden = hidden[torch.from_numpy(tokens)]
-    header |= {"num_tokens": len(tokens), "num_rows": [len(some) for some in rows]}
+    header |= {"num_tokens": len(tokens), "num_rows": [len(of_expert) for of_expert in rows]}
     return message(Kind.LAYER, header, places.astype(np.int32), _bytes_of(hidden))
 
 
-def layer_in(message: bytes, dtype: torch.dtype) -> LayerAsked:
+def layer_in(message: bytes, dtype: torch.dtype) -> tuple[bool, Dispatch, torch.Tensor]:
+    """`begins`, `work` and `hidden` of a layer's message, whose tokens are numbered anew."""
     header, content = parts_of(message)
     router = RouterRan(*header["router"])
     experts = router.experts
     if "num_rows" not in header:
         work = Dispatch(router, len(experts), len(experts), True, None, {expert: i for i, expert in enumerate(experts)})
-        return LayerAsked(header["begins"], work, _rows_of(content, dtype, 1))
+        return header["begins"], work, _rows_of(content, dtype, 1)
     lengths = header["num_rows"]
     ends = list(accumulate(lengths))
     tokens = np.frombuffer(content, np.int32, ends[-1])
     rows = dict(zip(experts, torch.from_numpy(tokens.astype(np.int64)).split(lengths), strict=True))
     places = {expert: slice(end - num, end) for expert, num, end in zip(experts, lengths, ends, strict=True)}
     work = Dispatch(router, 1, ends[-1], True, rows, None, places)  # of one choice a token: a row is its token
-    return LayerAsked(header["begins"], work, _rows_of(content[tokens.nbytes :], dtype, header["num_tokens"]))
+    return header["begins"], work, _rows_of(content[tokens.nbytes :], dtype, header["num_tokens"])
 
 
 class LayerRan(NamedTuple):
@@ -122,4 +111,4 @@ def ran_message(ran: LayerRan) -> bytes:
 
 def ran_in(answer: bytes, dtype: torch.dtype, num_rows: int) -> LayerRan:
     header, content = parts_of(answer)
-    return LayerRan(_rows_of(content, dtype, num_rows), header["waited_ns"], header["took_ns"])
+    return LayerRan(_rows_of(content, dtype, num_rows), **header)

@@ -1,14 +1,12 @@
-"""A worker's side of experts on several machines: an ordinary Shard on the CPU, over its own copy of the packed store.
-
-Who carries the messages (`wire.py`) is not its concern.
-"""
+"""A worker's side of experts on several machines: a Shard on the CPU, over its own copy of the packed store."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,11 @@ import torch
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.placement import Share
-from expertly.core.resources import parse_memory
-from expertly.engine import wire
+from expertly.core.resources import granted_cpus, parse_memory
+from expertly.engine import process, wire
 from expertly.engine.cpu import CpuDevice
 from expertly.engine.memory import available_host_nbytes
+from expertly.engine.pair import Address, Pair
 from expertly.engine.reading import ExtentSource
 from expertly.engine.shard import Shard
 from expertly.engine.stats import of_device
@@ -32,6 +31,20 @@ from expertly.store.packed import LayerFile, PackedStore, is_extra, is_packed_st
 
 SPARED_PERCENT = 10
 """Of the free memory, for the rows of prompts, and because Ray ends processes where 95 % of a machine is taken."""
+
+
+def serve(memory: str | int, threads: int | None, address: tuple[str, int, str]) -> None:
+    """What a worker's process does: answer the engine that waits at this address, until it closes the connection.
+    `threads` None: the processors of this machine.
+    """
+    process.keep_few_primitives()
+    process.give_back_large_blocks()
+    process.keep_off_trapped_instructions()
+    torch.set_num_threads(min(threads or granted_cpus(), granted_cpus()))
+    worker, engine = ExpertWorker(memory), Pair.join(Address(*address))
+    with suppress(ConnectionError):  # it has ended
+        while True:
+            engine.send(worker.answer(engine.receive()))
 
 
 class StoreOfShare:
@@ -50,16 +63,17 @@ def make_cpu_shard(name: str, store: PackedStore, share: Share, system: System, 
     """The experts of `share` on the CPU, in `nbytes`. Raises BudgetError where that is too little."""
     geometry = share.geometry
     budget = system.budget(geometry, split_budget(geometry, nbytes))
-    scheduler = system.scheduler(geometry, budget)
     dtype = getattr(torch, store.manifest.dtype)
-    return Shard(name, scheduler, CpuDevice(StoreOfShare(store, share), geometry, budget.pool_slots(), dtype))
+    device = CpuDevice(StoreOfShare(store, share), geometry, budget.pool_slots(), dtype)
+    return Shard(name, system.scheduler(geometry, budget), device)
 
 
 class ExpertWorker:
-    """Answers the messages of one engine, one at a time."""
+    """Answers the messages of one engine, one at a time. `memory`: for experts, as in `expertly.load`; "auto": what is
+    free, less SPARED_PERCENT.
+    """
 
     def __init__(self, memory: str | int = "auto") -> None:
-        """`memory`: for experts, as in `expertly.load`; "auto": what is free, less SPARED_PERCENT."""
         self._memory = memory
         self._shard: Shard | None = None
 
@@ -67,20 +81,9 @@ class ExpertWorker:
         """Never raises: an error is an answer."""
         try:
             with torch.inference_mode():
-                return self._answer(message)
+                return self._answer(wire.Kind(message[0]), message)
         except Exception as error:  # whatever it is: the engine is told, and computes these experts itself
-            return wire.refused(error)
-
-    def _answer(self, message: bytes) -> bytes:
-        kind = wire.Kind(message[0])
-        if kind is wire.Kind.LAYER:
-            return wire.ran_message(self._run_layer(message))
-        asked, _ = wire.parts_of(message)
-        if kind is wire.Kind.HELLO:
-            return wire.message(wire.Kind.DONE, self._about(asked))
-        if kind is wire.Kind.OPEN:
-            self._open(asked)
-        return wire.message(wire.Kind.DONE, self._stats())
+            return wire.message(wire.Kind.FAILED, {"reason": f"{type(error).__name__}: {error}"})
 
     def close(self) -> None:
         """Free threads, files and memory. Idempotent."""
@@ -88,7 +91,17 @@ class ExpertWorker:
         if shard is not None:
             shard.close()
 
-    def _about(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def _answer(self, kind: wire.Kind, message: bytes) -> bytes:
+        if kind is wire.Kind.LAYER:
+            return wire.ran_message(self._run_layer(message))
+        asked, _ = wire.parts_of(message)
+        if kind is wire.Kind.HELLO:
+            return wire.message(wire.Kind.DONE, {"memory_nbytes": self._memory_for(asked)})
+        if kind is wire.Kind.OPEN:
+            self._open(asked)
+        return wire.message(wire.Kind.DONE, self._stats())
+
+    def _memory_for(self, asked: Mapping[str, Any]) -> int:
         """Raises ConfigError where the engine is of another version."""
         if asked["version"] != wire.VERSION:
             raise ConfigError(
@@ -96,20 +109,17 @@ class ExpertWorker:
                 "expertly on all machines"
             )
         nbytes = parse_memory(self._memory, asked["expert_nbytes"], "worker_memory")
-        return {"memory_nbytes": available_host_nbytes() * (100 - SPARED_PERCENT) // 100 if nbytes is None else nbytes}
+        return available_host_nbytes() * (100 - SPARED_PERCENT) // 100 if nbytes is None else nbytes
 
     def _open(self, asked: Mapping[str, Any]) -> None:
-        """Hold the experts that are placed here, instead of any it had. Raises StoreError where it does not have the
-        engine's store, BudgetError where its memory is too little.
+        """Hold the experts that are placed here. Raises StoreError where it does not have the engine's store,
+        BudgetError where its memory is too little.
         """
-        self.close()
         store = open_same_store(Path(asked["folder"]), asked["store"])
         store = replace(store, check_every=asked["check_every"]) if asked["check_every"] else replace(store, sums=())
         share = Share(store.geometry(asked["segments"]), asked["experts"])
-        system = get_runnable(asked["system"])
-        nbytes = share.geometry.nbytes if system.keeps_everything else asked["memory_nbytes"]
-        self._shard = shard = make_cpu_shard(asked["name"], store, share, system, nbytes)
-        self._system = system
+        self._system = system = get_runnable(asked["system"])
+        self._shard = shard = make_cpu_shard(asked["name"], store, share, system, asked["memory_nbytes"])
         try:
             shard.bind(load_experts(store.folder, store.manifest, shard.device.dtype), share.experts)
             for layer in range(share.geometry.num_layers) if system.keeps_everything else ():
@@ -119,23 +129,16 @@ class ExpertWorker:
             raise
 
     def _run_layer(self, message: bytes) -> wire.LayerRan:
+        """An engine ends a worker whose layer failed: nothing is undone."""
         shard = self._shard
         assert shard is not None, "it has been opened"
         begin = time.perf_counter_ns()
-        asked = wire.layer_in(message, shard.device.dtype)
-        router = asked.work.router
-        try:
-            if asked.begins:
-                shard.begin()
-            outputs, waits = shard.run_layer(asked.work, asked.hidden, None)
-        except BaseException:
-            try:
-                shard.abandon()
-            except (AssertionError, LookupError):  # the layer cannot be undone: from now on it holds nothing
-                self.close()
-            raise
+        begins, work, hidden = wire.layer_in(message, shard.device.dtype)
+        if begins:
+            shard.begin()
+        outputs, waits = shard.run_layer(work, hidden, None)
         end = time.perf_counter_ns()
-        shard.note_times(router, begin, end, waits)
+        shard.note_times(work.router, begin, end, waits)
         return wire.LayerRan(outputs, sum(stop - start for start, stop in waits), end - begin)
 
     def _stats(self) -> dict[str, Any]:
@@ -152,29 +155,18 @@ class ExpertWorker:
 
 def store_facts(manifest: Manifest) -> dict[str, Any]:
     """What two copies of a store must have in common."""
-    return {
-        "format_version": manifest.format_version,
-        "identity": manifest.identity,
-        "dtype": manifest.dtype,
-        "layers": [asdict(layer) for layer in manifest.layers],
-        "files": {name: [file.nbytes, file.checksum] for name, file in manifest.files.items() if not is_extra(name)},
-    }
+    files = {name: [file.nbytes, file.checksum] for name, file in manifest.files.items() if not is_extra(name)}
+    return {"identity": manifest.identity, "dtype": manifest.dtype, "files": files}
 
 
 def open_same_store(folder: Path, facts: Mapping[str, Any]) -> PackedStore:
-    """The store at `folder`, or of the same name in this machine's cache. Raises StoreError naming what is different
-    from `facts`.
-    """
+    """The store at `folder`, or of the same name in this machine's cache. Raises StoreError where it lacks `facts`."""
     if not is_packed_store(folder):
         cached = stores_folder() / folder.name
         if not is_packed_store(cached):
             raise StoreError(f"no packed store at {folder} nor at {cached}; copy it there")
         folder = cached
     store = PackedStore.open(folder)
-    mine = store_facts(store.manifest)
-    different = [name for name, value in facts.items() if mine[name] != value]
-    if different:
-        raise StoreError(
-            f"the store at {folder} differs from the engine's in {', '.join(different)}; copy the engine's there"
-        )
+    if store_facts(store.manifest) != facts:
+        raise StoreError(f"the store at {folder} differs from the engine's; copy the engine's there")
     return store

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertly.core.errors import ConfigError, StoreError
-from expertly.core.files import disk_errors, existing_parent, has_mark, lock_holder
-from expertly.core.untrusted import read_json_object
+from expertly.core.files import disk_errors, existing_parent, has_mark, name_of_holder
+from expertly.core.untrusted import open_file, read_json_object
 from expertly.store.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from expertly.store.packed import is_packed_store
 from expertly.store.removal import LOCK_NAME, remove_store
@@ -141,36 +141,31 @@ def make_room(folder: Path, reason: str) -> None:
         remove_store(folder, is_for_another=True)
 
 
-_UNFINISHED = {".partial": "unfinished: packing the model again starts over", ".removed": "removing it was interrupted"}
-
-
 def _entry(path: Path) -> CacheEntry:
     nbytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    problem = _UNFINISHED.get(path.suffix, "" if is_packed_store(path) else "not a whole store")
-    if not problem:
-        try:
-            of = Manifest.read(path)
-            return CacheEntry(path.name, path, nbytes, None, of.source, of.model_type, of.stored_as, bool(of.rounding))
-        except StoreError as error:
-            problem = str(error)
-    return CacheEntry(path.name, path, nbytes, problem)
+    if not is_packed_store(path):
+        is_partial = path.suffix == ".partial"
+        problem = "unfinished: packing the model again starts over" if is_partial else "not a whole store"
+        return CacheEntry(path.name, path, nbytes, problem)
+    try:
+        of = Manifest.read(path)
+    except StoreError as error:
+        return CacheEntry(path.name, path, nbytes, str(error))
+    return CacheEntry(path.name, path, nbytes, None, of.source, of.model_type, of.stored_as, bool(of.rounding))
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of an unfinished store, if it has one. Raises StoreError where another process packs it."""
     try:
-        fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+        lock = open_file(folder / LOCK_NAME, StoreError)
+    except StoreError:
         yield
         return
-    try:
+    with lock:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            pid = lock_holder(fd)
-            holder = "" if pid is None else f" (process {pid})"
-            raise StoreError(f"{folder}: another process is packing it{holder}; end that first") from None
+            holder = name_of_holder(lock.fileno())
+            raise StoreError(f"{folder}: another process is packing it ({holder}); end that first") from None
         yield
-    finally:
-        os.close(fd)

@@ -16,14 +16,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from expertly.core.errors import CheckpointError, ExpertlyError
 from expertly.core.headers import parse_safetensors_header, read_header_bytes
 from expertly.core.untrusted import (
     CONFIG,
     INDEX,
-    Bounds,
     is_plain_name,
     open_file,
     read_file,
@@ -41,9 +39,6 @@ _log = logging.getLogger("expertly")
 _SAMPLE_NBYTES = 4096
 _NUM_SAMPLES = 64
 _WHOLE_NBYTES = 4 << 20
-
-_HASHED = Bounds(64 << 20)
-"""A file of so many bytes is hashed whole in a few milliseconds."""
 
 _BLOB = re.compile("[0-9a-f]{64}")
 """The name of a file of weights in the hub's cache: the SHA-256 of its bytes."""
@@ -351,15 +346,13 @@ def _why_no_weights(folder: Path, inner: list[str]) -> str:
 
 
 def _stamp(path: Path) -> str:
-    """The hub's hash of a file in its cache, or a hash of a small file: those of a copy are the same. Else size and
-    time of the last change, which are those of a copy that keeps times. (Numbers of inodes are not stable everywhere.)
+    """The hub's hash of a file in its cache, else size and time of the last change, which are those of a copy that
+    keeps times. (Numbers of inodes are not stable everywhere.)
     """
     try:
         file, about = path.resolve(), path.stat()
         if file.parent.name == "blobs" and _BLOB.fullmatch(file.name) and about.st_mtime_ns <= path.lstat().st_mtime_ns:
             return file.name  # not written to since the link to it was made
-        if about.st_size <= _HASHED.nbytes:
-            return xxhash.xxh3_128_hexdigest(read_file(path, _HASHED, CheckpointError))
         return f"{about.st_size} bytes at {about.st_mtime_ns} ns"
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None

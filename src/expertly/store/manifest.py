@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -56,10 +56,6 @@ class Rounding:
     """expertly rounded the experts: generated tokens may differ from the checkpoint's."""
 
     to: str  # the weight format, as --quantize calls it
-    cost: InitVar[Any] = None  # in older stores: what was measured of it
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         return f"rounded to {self.to}: the model writes other tokens than the checkpoint"

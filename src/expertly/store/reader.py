@@ -6,18 +6,11 @@ import ctypes
 import errno
 import mmap
 import os
-import time
 from pathlib import Path
 
 from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import PAGE_NBYTES, SECTOR_NBYTES
 from expertly.core.untrusted import open_file
-
-_PASSING = (errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOMEM)
-"""Errors of an overloaded system: the same read may succeed a moment later."""
-
-_PAUSES_S = (0.001, 0.01, 0.1, 0.5)
-"""Pauses before each retry of such a read."""
 
 
 class ExpertFile:
@@ -45,44 +38,28 @@ class ExpertFile:
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead
 
     def read_into(self, offset: int, buffer: memoryview) -> bool:
-        """Fill `buffer` from `offset`. Returns whether the page cache was bypassed.
-
-        It is bypassed if offset, address and length are multiples of `alignment`, and the device accepts the read. A
-        read that fails because the system is overloaded is retried a few times. Raises TransferError naming file and
-        offset on a read error or where the file ends early.
+        """Fill `buffer` from `offset`. Returns whether the page cache was bypassed: if offset, address and length are
+        multiples of `alignment`, and the device accepts the read. Raises TransferError naming file and offset on a read
+        error or where the file ends early.
         """
         assert self.fd >= 0, "read after close"
-        total = len(buffer)
-        try:
-            direct = self._read(self.direct_fd if self._is_aligned(offset, buffer) else self.fd, offset, buffer)
-        except OSError as error:
-            raise TransferError(
-                f"{self.path}: reading {total} bytes at offset {offset} failed ({error.strerror or error})"
-            ) from error
-        if not direct:  # another reader of the file would only read its pages again
-            first, end = offset // PAGE_NBYTES * PAGE_NBYTES, -(-(offset + total) // PAGE_NBYTES) * PAGE_NBYTES
-            os.posix_fadvise(self.fd, first, end - first, os.POSIX_FADV_DONTNEED)
-        return direct
-
-    def _read(self, fd: int, offset: int, left: memoryview) -> bool:
-        """Whether all bytes bypassed the page cache."""
-        pauses = iter(_PAUSES_S)
+        fd, at, left = self.direct_fd if self._is_aligned(offset, buffer) else self.fd, offset, buffer
         while left:
             try:
-                count = os.preadv(fd, [left], offset)
+                count = os.preadv(fd, [left], at)
             except OSError as error:
                 # The device needs larger blocks than pages, or a short read has left a part that is not aligned.
                 if fd == self.direct_fd and error.errno == errno.EINVAL:
                     fd = self.fd
                     continue
-                pause = next(pauses, None) if error.errno in _PASSING else None
-                if pause is None:
-                    raise
-                time.sleep(pause)
-                continue
+                problem = f"reading {len(buffer)} bytes at offset {offset} failed ({error.strerror or error})"
+                raise TransferError(f"{self.path}: {problem}") from error
             if count == 0:
-                raise TransferError(f"{self.path}: ends at offset {offset}, {len(left)} bytes short: truncated")
-            offset, left = offset + count, left[count:]
+                raise TransferError(f"{self.path}: ends at offset {at}, {len(left)} bytes short: truncated")
+            at, left = at + count, left[count:]
+        if fd == self.fd:  # another reader of the file would only read its pages again
+            first, end = offset // PAGE_NBYTES * PAGE_NBYTES, -(-at // PAGE_NBYTES) * PAGE_NBYTES
+            os.posix_fadvise(self.fd, first, end - first, os.POSIX_FADV_DONTNEED)
         return fd == self.direct_fd
 
     def _is_aligned(self, offset: int, buffer: memoryview) -> bool:

@@ -63,40 +63,29 @@ def check_partial(folder: Path) -> None:
 
 
 def remove_store(folder: Path, *, is_for_another: bool = False) -> None:
-    """Remove a store, whole or not, so that what is left after a crash does not look like a whole one; a process that
-    has it open goes on. What is not a store's stays where it is, with a warning; or in a folder beside it,
-    NAME.removed, if another store is to take the place (`is_for_another`). Raises OSError, StoreError where the folder
-    is none of ours.
+    """Remove a store, whole or not; a process that has it open goes on. What is left after a crash is an unfinished
+    store. What is not a store's stays where it is, with a warning; or in a folder beside it, NAME.removed, if another
+    store is to take the place (`is_for_another`). Raises OSError, StoreError where the folder is none of ours.
     """
     check_folder(folder)
     if folder.exists() and not is_ours(folder):
         raise StoreError(f"{folder}: not a store, and not left by packing: nothing is removed")
-    doomed = folder
-    if folder.suffix != ".removed":
-        names = (f"{folder.name}{f'-{number}' if number else ''}.removed" for number in count())
-        doomed = next(path for path in map(folder.with_name, names) if _is_free(path))
-        folder.rename(doomed)
-    remove_in_place(doomed, doomed if is_for_another else folder)
+    with suppress(FileNotFoundError):
+        (folder / MANIFEST_NAME).replace(folder / JOURNAL_NAME)
+    kept = remove_in_place(folder)
+    if kept and is_for_another:
+        ends = (f"-{number}.removed" if number else ".removed" for number in count())
+        places = (folder.with_name(folder.name + end) for end in ends)
+        folder = folder.rename(next(path for path in places if about_path(path) is None))
+    if kept:
+        names = ", ".join(f"{name!r:.80}" for name in kept[:3]) + (", ..." if len(kept) > 3 else "")
+        logging.getLogger("expertly").warning("%s: kept, with what no store of ours has: %s", folder, names)
 
 
-def _is_free(path: Path) -> bool:
-    """Whether nothing has this name, once what an interrupted removal left there is removed."""
-    if is_ours(path):
-        remove_in_place(path)
-    return about_path(path) is None
-
-
-def remove_in_place(folder: Path, was: Path | None = None) -> None:
-    """Remove what `remove_store` does, without another name before. `was`: the name that it gets if something stays."""
+def remove_in_place(folder: Path) -> list[str]:
+    """Remove an unfinished store. Returns the names of what stays."""
     listed = listed_names(folder)
-    last = MANIFEST_NAME if (folder / MANIFEST_NAME).is_file() else JOURNAL_NAME
-    kept = remove_folder(folder, lambda name: name in listed or is_store_name(name), last=last)
-    if not kept:
-        return
-    with suppress(OSError):  # another process has made one meanwhile
-        folder = folder.rename(was or folder)
-    names = ", ".join(f"{name!r:.80}" for name in kept[:3]) + (", ..." if len(kept) > 3 else "")
-    logging.getLogger("expertly").warning("%s: kept, with what no store of ours has: %s", folder, names)
+    return remove_folder(folder, lambda name: name in listed or is_store_name(name), last=JOURNAL_NAME)
 
 
 def _lists(folder: Path) -> list[dict[str, Any]]:
