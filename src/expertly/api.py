@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from expertly.core.errors import ModelUseError, StoreError
+from expertly.core.errors import ConfigError, ModelUseError, StoreError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
 from expertly.core.units import format_share
@@ -143,6 +143,11 @@ def _choose(
         request = _memory_request(asked, store, cache)
         name, why_system = auto_system(store, request, target, is_alone=asked.workers is None)
     system = get_runnable(name)
+    if asked.workers is not None and system.prediction != "none":
+        if why_system is None:
+            raise ConfigError(f"system={name!r}: it predicts; accepted with workers: one that does not, as 'expertly'")
+        system = without_prediction(system)
+        why_system = f"{why_system}; workers are there: it runs as {system.name}"
     on_host = kind_of(target).runs_on_host
     if on_host:
         process.keep_few_primitives()
@@ -158,7 +163,7 @@ def _choose(
     if asked.workers is not None:
         peers = start_workers(asked.workers, asked.worker_memory, opened)
     process.give_back_heap()  # before free memory is counted
-    placement, division, memories = _place(store, geometry, system, request, target, peers, asked.worker_memory)
+    placement, division, memories = _place(store, geometry, system, request, target, peers)
     return _Chosen(asked, system, why_system, store, weights, placement, division, peers, memories)
 
 
@@ -169,19 +174,12 @@ def _place(
     request: MemoryRequest,
     target: torch.device,
     peers: Sequence[Peer],
-    worker_memory: str | int,
 ) -> tuple[Placement, Division, list[int]]:
     """Which experts the device and each worker have, and the memory for them there."""
     if not peers:
         return Placement(geometry, [1]), divide(store, geometry, system, request, target), []
     alone = divide(store, geometry, get_runnable(BASE_SYSTEM), request, target)  # whose experts need not all fit here
-    own = alone.budget.memory_nbytes
-    memories, is_divided = memory_of_workers(
-        peers, geometry.nbytes, worker_memory, own, is_own_stated=request.is_stated
-    )
-    if is_divided:
-        own = memories[0]
-        request = replace(request, at_most=own)
+    own, memories = alone.budget.memory_nbytes, memory_of_workers(peers, geometry.nbytes)
     placement = Placement.by_memory(geometry, [own, *memories])
     if system.keeps_everything:
         request = replace(request, memory=None)
@@ -189,7 +187,7 @@ def _place(
         request = replace(request, memory=own)
     here, *away = (share.geometry for share in placement.shares)
     division = divide(store, here, system, request, target)
-    held = sum(one.nbytes for one in away) / geometry.nbytes
+    held = sum(share.nbytes for share in away) / geometry.nbytes
     reason = alone.reason if request.is_stated else division.reason
     workers = "1 worker computes" if len(peers) == 1 else f"{len(peers)} workers compute"
     reason = f"{reason}; {workers} {format_share(held)} of the experts"

@@ -8,7 +8,7 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.core.messages import Prediction, RouterRan
+from expertly.core.messages import RouterRan
 from expertly.core.placement import Placement
 
 
@@ -75,27 +75,6 @@ def test_a_demand_is_cut_in_router_order_and_nothing_is_lost(num_devices: int) -
             assert held == [expert for expert in experts if expert in held], "router order"
             back += list(zip(held, part.num_tokens, part.is_decode, strict=True))
         assert sorted(back) == sorted(zip(experts, tokens, decode, strict=True))
-
-
-def test_a_prediction_is_cut_and_numbered_anew() -> None:
-    geometry = shape(6, 8)
-    probabilities, outlook = [0.1 * expert for expert in range(8)], tuple(map(float, range(14)))
-    whole = Prediction(1, [5, 0, 7, 2], [0.5, 0.25, 0.2, 0.05], 2, probabilities, outlook)
-    shares, named = Placement(geometry, [1] * 2).shares, []
-    for share in shares:
-        part = share.prediction(whole)
-        held = share.experts[1]
-        assert (part.layer, part.distance) == (1, 2)
-        named += [(held[number], score) for number, score in zip(part.experts, part.scores, strict=True)]
-        assert part.scores == sorted(part.scores, reverse=True)
-        assert part.probabilities == [0.1 * expert for expert in held]
-        assert part.outlook is not None and len(part.outlook) == share.geometry.num_experts
-        for layer, of_layer in enumerate(share.experts):
-            for number, expert in enumerate(of_layer):
-                assert part.outlook[share.geometry.expert_id(layer, number)] == geometry.expert_id(layer, expert)
-    assert sorted(named) == sorted(zip(whole.experts, whole.scores, strict=True))
-    bare = shares[0].prediction(Prediction(0, [], [], 1))
-    assert bare.experts == [] and bare.probabilities is None and bare.outlook is None
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,6 @@ class ThreadWorker:
 class ThreadPeer(Peer):
     """A worker that tests can kill, stall and look into."""
 
-    is_on_this_machine = False
-
     def __init__(self, name: str, memory: str | int) -> None:
         self.memory = memory
         self.kinds: list[wire.Kind] = []
@@ -59,7 +57,7 @@ class ThreadPeer(Peer):
         self.before: Callable[[wire.Kind], object] = lambda kind: None
         """Called by the worker before each message; tests kill and stall here."""
         self.can_start = True
-        super().__init__(name, "127.0.0.1", self._launch_thread, is_here=self.is_on_this_machine)
+        super().__init__(name, "127.0.0.1", self._launch_thread)
 
     def _launch_thread(self, address: Address) -> ThreadWorker:
         if not self.can_start:

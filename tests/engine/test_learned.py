@@ -184,15 +184,12 @@ def test_a_file_of_embeddings_of_another_width(own: tuple[Case, Path]) -> None:
         assert learn(store, case, "fmoe") == 0
 
 
-@pytest.mark.parametrize("system", ["expertly", BOTH])
-def test_with_workers_begins_with_nothing_of_reuse(
-    system: str, own: tuple[Case, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_workers_begins_with_nothing_of_reuse(own: tuple[Case, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     case, store = own
     learn(store, case, "expertly")
     before = beside(store, "expertly").read_bytes()
     put_in_threads(monkeypatch)
-    with loaded(store, system=system, learned="auto", workers=1, memory="40%", worker_memory="40%") as model:
+    with loaded(store, system="expertly", learned="auto", workers=1, memory="40%", worker_memory="40%") as model:
         assert generate(model, case.prompts) == case.tokens
         assert of_reuse(model)["says"] == "began with nothing learned" and of_reuse(model)["file"] is None
     assert beside(store, "expertly").read_bytes() == before

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,15 +12,12 @@ from expertly.engine import cpu, memory
 from expertly.engine.memory import (
     WORKING_NBYTES,
     BesideExperts,
-    MemoryRequest,
     RoomBeside,
     available_host_nbytes,
     choose_amount,
-    divide,
     kv_cache_nbytes,
     pass_nbytes,
 )
-from expertly.scheduler.systems import get_runnable
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -82,21 +76,6 @@ def test_a_stated_total_is_of_everything(monkeypatch: pytest.MonkeyPatch) -> Non
         "total memory 5GiB: 2 GiB (25.0% of the experts): of 5 GiB this process takes 1 GiB; dense weights take "
         "1 GiB, the KV cache of 4096 tokens 1 GiB, working memory 0 B"
     )
-
-
-def test_where_less_is_enough_for_experts_the_rest_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`at_most`: as where workers hold the other experts."""
-    monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda target: 8 * GIB)
-    geometry = Geometry((LayerGeometry(8, 2, 1024, 1 << 16, 2, 2),))  # 2 GiB of experts
-    config = {"num_attention_heads": 8, "hidden_size": 512, "num_hidden_layers": 4}
-    store: Any = SimpleNamespace(config=config, dense_nbytes=GIB, manifest=SimpleNamespace(layers=(), dense_formats={}))
-    rooms = []
-    for at_most in (None, GIB):
-        found = divide(store, geometry, get_runnable("lru"), MemoryRequest(context=100, at_most=at_most), CPU)
-        assert found.room is not None
-        rooms.append(found.room.nbytes)
-        assert found.budget.memory_nbytes <= (at_most or 2 * GIB)
-    assert rooms[1] - rooms[0] == GIB
 
 
 def test_what_a_pass_takes_grows_with_what_it_reads() -> None:

@@ -11,8 +11,7 @@ from expertly.api import handle
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.engine.step_times import StepTimes
 from tests.engine.conftest import Cases
-from tests.engine.observe import loaded, recorded_decisions
-from tests.engine.peers import put_in_threads
+from tests.engine.observe import recorded_decisions
 from tests.families import generate
 
 SHAPE = Geometry((LayerGeometry(8, 2, 4, 16, 3, 2),) * 2, 4)
@@ -47,20 +46,6 @@ def test_no_token_changes_when_what_is_kept_does_in_the_middle_of_a_generation(f
     expertly.unload(model)
     assert decisions.difference() is None
     assert decisions.num("configure") >= 1
-
-
-def test_beside_a_worker_the_device_works_out_what_its_share_keeps(
-    cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = cases["qwen3_moe"]
-    put_in_threads(monkeypatch)
-    settings = {"memory": "30%", "system": "moepic:tau=4", "segments": 4}
-    with loaded(case.store, workers=1, worker_memory="30%", **settings) as model:
-        for _ in range(40):  # as many as it takes to time a device's parts
-            assert generate(model, case.prompts) == case.tokens
-            if configurations(model):
-                break
-        assert configurations(model) >= 1
 
 
 def test_times_of_a_step_are_what_lies_between() -> None:

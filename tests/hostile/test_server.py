@@ -21,7 +21,6 @@ from expertly.serve.server import Assembled
 from expertly.serve.settings import host_of, is_loopback
 from tests.hostile.cases import MAX_CPU_S
 from tests.serve.conftest import Serving, assembled_for, demo, do_not_collect, room_for, running
-from tests.serve.scripted import scripted
 
 __all__ = ["demo", "do_not_collect"]
 
@@ -212,45 +211,6 @@ def test_what_is_no_attack_is_served(name: str, hostile: Serving) -> None:
     with hostile.http() as client:
         response = client.post(path, json=body)
     assert response.status_code == 200, response.text
-
-
-def test_plain_requests_are_answered_beside_all_of_them(demo: tuple[Any, Any]) -> None:
-    """Six at a time, over and over, of those that take longest. Most plain requests are answered before the next of
-    them is, and none waits for two of each attacker: what a busy machine slows down, it slows down alike.
-    """
-    worst = ["a template that loops", "schema: many multiples", "a message of 3 MB", "400 messages of 250 parts"]
-    bodies = [(path, json.dumps(body).encode()) for (path, body), _ in (CASES[name] for name in worst)]
-    is_over = threading.Event()
-    statuses: list[int] = []
-    num_overtaken = []
-    with running(scripted(assembled(demo), "Hello", demo[1])) as serving:
-
-        def attack(number: int) -> None:
-            with serving.http() as client:
-                while not is_over.is_set():
-                    path, content = bodies[number % len(bodies)]
-                    response = client.post(path, content=content, headers={"content-type": "application/json"})
-                    statuses.append(response.status_code)
-                    number += 1
-
-        attackers = [threading.Thread(target=attack, args=(number,)) for number in range(6)]
-        for thread in attackers:
-            thread.start()
-        while len(statuses) < len(attackers):  # the processes that render and compile have started
-            time.sleep(0.01)
-        with serving.http() as client:
-            while len(num_overtaken) < 20 or len(statuses) < 3 * len(attackers):
-                path, body = chat()
-                before = len(statuses)
-                response = client.post(path, json=body)
-                num_overtaken.append(len(statuses) - before)
-                assert response.status_code == 200, response.text
-        is_over.set()
-        for thread in attackers:
-            thread.join()
-    assert set(statuses) <= {400, 429, 503}
-    assert sorted(num_overtaken)[len(num_overtaken) // 2] == 0, num_overtaken
-    assert max(num_overtaken) <= 2 * len(attackers), num_overtaken
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ def test_lists_what_is_damaged_or_unfinished_as_such(tmp_path: Path) -> None:
     folder = stores_folder(tmp_path) / "toy-3"
     with StoreWriter(folder, PLAN, DENSE, None), pytest.raises(StoreError, match="another process is packing it"):
         remove_entry("toy-3.partial", tmp_path)
-    for name in list(problems):
-        remove_entry(name, tmp_path)
+    for entry in list_entries(tmp_path):
+        remove_entry(entry.name, tmp_path)
     assert list_entries(tmp_path) == []
 
 

@@ -106,16 +106,7 @@ def has_mark(path: Path, mark: bytes) -> bool:
         return stat.S_ISREG(os.fstat(fd).st_mode) and mark in file.read(_MARKED_NBYTES)
 
 
-def about_path(path: Path) -> os.stat_result | None:
-    """What is at `path`, a link not followed; None: nothing."""
-    try:
-        return os.lstat(path)
-    except FileNotFoundError:
-        return None
-
-
-def in_the_way(path: Path, about: os.stat_result) -> FileExistsError:
-    """The error of what is at `path` and is not to be replaced."""
+def _in_the_way(path: Path, about: os.stat_result) -> FileExistsError:
     kind = kind_of_file(about.st_mode)
     return FileExistsError(errno.EEXIST, f"{kind} is in the way ({path.name!r:.80}): it stays", str(path))
 
@@ -130,10 +121,13 @@ def kind_of_file(mode: int) -> str:
 
 
 def _of_kind(path: Path, is_kind: Callable[[int], bool]) -> os.stat_result | None:
-    """`about_path`. Raises FileExistsError where something of another kind is there."""
-    about = about_path(path)
-    if about is not None and not is_kind(about.st_mode):
-        raise in_the_way(path, about)
+    """What is at `path`, a link not followed; None: nothing. Raises FileExistsError where it is of another kind."""
+    try:
+        about = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    if not is_kind(about.st_mode):
+        raise _in_the_way(path, about)
     return about
 
 
@@ -194,7 +188,7 @@ def lock_file(path: Path) -> int:
         try:
             about = os.fstat(fd)
             if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
-                raise in_the_way(path, about)
+                raise _in_the_way(path, about)
             _take_lock(fd, path)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.lstat(path)):

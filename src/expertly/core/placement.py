@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Prediction, RouterRan
+from expertly.core.messages import RouterRan
 
 _MASK = (1 << 64) - 1
 
@@ -26,7 +26,6 @@ class Share:
         ]
         self.geometry = Geometry(tuple(layers), geometry.segments_per_expert)
         self.experts = experts  # of each layer: number on the device -> number in the model
-        self._ids = [geometry.expert_id(layer, expert) for layer, held in enumerate(experts) for expert in held]
         self._numbers = [{expert: number for number, expert in enumerate(held)} for held in experts]  # the inverse
 
     def router(self, router: RouterRan) -> RouterRan:
@@ -40,20 +39,6 @@ class Share:
             [router.is_decode[i] for i in places],
             router.batch_tokens,
             router.serves_decode,
-        )
-
-    def prediction(self, prediction: Prediction) -> Prediction:
-        """The part of a prediction that concerns these experts, in its order."""
-        layer, probabilities, outlook = prediction.layer, prediction.probabilities, prediction.outlook
-        numbers = self._numbers[layer]
-        places = [i for i, expert in enumerate(prediction.experts) if expert in numbers]
-        return Prediction(
-            layer,
-            [numbers[prediction.experts[i]] for i in places],
-            [prediction.scores[i] for i in places],
-            prediction.distance,
-            None if probabilities is None else [probabilities[expert] for expert in self.experts[layer]],
-            None if outlook is None else tuple([outlook[eid] for eid in self._ids]),
         )
 
 

@@ -4,7 +4,7 @@ hold their experts, and runs layers with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from expertly.core.errors import ConfigError
-from expertly.core.messages import Phase, Prediction, RouterRan
-from expertly.core.observation import Began, Routed
+from expertly.core.messages import Phase
+from expertly.core.observation import Routed
 from expertly.core.placement import Placement, Share
 from expertly.core.resources import granted_cpus
 from expertly.core.units import format_nbytes
@@ -22,16 +22,12 @@ from expertly.engine import wire
 from expertly.engine.compute import Dispatch, Early, part_of
 from expertly.engine.peer import HOST, OPENING_S, LocalProcess, Peer
 from expertly.engine.remote import LOST, RemoteShard, words_of
-from expertly.engine.shard import Moments, Shard, Waits, add_times
-from expertly.engine.worker import SPARED_PERCENT, make_cpu_shard, store_facts
+from expertly.engine.shard import Shard, Waits
+from expertly.engine.worker import make_cpu_shard, store_facts
 from expertly.scheduler.budget import least_nbytes
 from expertly.scheduler.counters import LayerCounters
-from expertly.scheduler.loop import Channel, Prefetcher
 from expertly.scheduler.systems import BASE_SYSTEM, System, get_runnable
 from expertly.store.packed import PackedStore
-
-PREDICTS_NOTHING = "expertly"
-"""The system of workers where this device's predicts: only this device prefetches."""
 
 
 def start_workers(workers: str | int, memory: str | int, opened: ExitStack) -> Sequence[Peer]:
@@ -46,9 +42,11 @@ def start_workers(workers: str | int, memory: str | int, opened: ExitStack) -> S
         peers = start_ray_workers(address, memory)
     elif (num := int(address)) < 1:
         raise ConfigError(f"workers={workers!r}: accepted: a number from 1, or the address of a Ray cluster")
+    elif memory == "auto":
+        raise ConfigError("worker_memory='auto': these workers share this machine's; accepted: an amount or a share")
     else:
         launch = partial(LocalProcess, memory, max(1, granted_cpus() // (num + 1)))
-        peers = [Peer(f"local-{number}", HOST, launch, is_here=True) for number in range(1, num + 1)]
+        peers = [Peer(f"local-{number}", HOST, launch) for number in range(1, num + 1)]
     for peer in peers:
         opened.callback(peer.end)
         with _naming(peer):
@@ -77,31 +75,17 @@ def _ask_all(peers: Sequence[Peer], messages: Sequence[bytes]) -> list[dict[str,
     return answers
 
 
-def memory_of_workers(
-    peers: Sequence[Peer], expert_nbytes: int, memory: str | int, own_nbytes: int, *, is_own_stated: bool
-) -> tuple[list[int], bool]:
-    """What each worker can give experts, and whether workers and this process share one machine's memory equally.
-
-    `memory`: the option `worker_memory`. `own_nbytes`: what the device here would give experts without workers. With
-    "auto", workers on this machine get equal parts of that, or where it `is_own_stated`, of what it leaves. Raises
-    ConfigError where a worker does not answer, or is of another version.
-    """
+def memory_of_workers(peers: Sequence[Peer], expert_nbytes: int) -> list[int]:
+    """What each can give experts. Raises ConfigError where one does not answer, or is of another version."""
     hello = wire.message(wire.Kind.HELLO, {"version": wire.VERSION, "expert_nbytes": expert_nbytes})
-    free = [answer["memory_nbytes"] for answer in _ask_all(peers, [hello] * len(peers))]
-    if memory != "auto" or not all(peer.is_here for peer in peers):
-        return free, False
-    if is_own_stated:
-        return [max(0, nbytes - own_nbytes) // len(peers) for nbytes in free], False
-    if own_nbytes < expert_nbytes:  # what they need beside experts
-        own_nbytes = own_nbytes * (100 - SPARED_PERCENT) // 100
-    return [own_nbytes // (len(peers) + 1)] * len(peers), True
+    return [answer["memory_nbytes"] for answer in _ask_all(peers, [hello] * len(peers))]
 
 
 def open_workers(
     peers: Sequence[Peer], shares: Sequence[Share], *, memories: Sequence[int], store: PackedStore, system: System
 ) -> list[RemoteShard]:
-    """Have each worker hold the experts of its share, by the same system, or by PREDICTS_NOTHING where that
-    predicts. Raises ConfigError naming the worker that cannot, and why.
+    """Have each worker hold the experts of its share, by the same system. Raises ConfigError naming the worker that
+    cannot, and why.
     """
     facts, base = store_facts(store.manifest), get_runnable(BASE_SYSTEM)
     openings = []
@@ -119,7 +103,7 @@ def open_workers(
             "check_every": store.check_every if store.sums else 0,
             "segments": share.geometry.segments_per_expert,
             "experts": share.experts,
-            "system": system.name if system.prediction == "none" else PREDICTS_NOTHING,
+            "system": system.name,
             "memory_nbytes": min(nbytes, needed),
         }
         openings.append(wire.message(wire.Kind.OPEN, opening))
@@ -149,16 +133,12 @@ class Cluster:
         self.geometry = placement.geometry
         self.shard = shard
         self.remotes = remotes
-        self._moments = Moments(shard.device)
-        self._times = [LayerCounters() for _ in placement.geometry.layers]  # stall_ns and expert_ns alone
+        self.settle, self.note_times = shard.settle, shard.note_times
 
     def bind(self, modules: Sequence[nn.Module]) -> None:
         self.shard.bind(modules, self.placement.shares[0].experts)
         for remote in self.remotes:
             remote.bind(modules)
-
-    def predict_from(self, channel: Channel) -> Prefetcher:
-        return self.shard.predict_from(ChannelOfShare(channel, self.placement.shares[0]))
 
     def begin(self) -> None:
         self.shard.begin()
@@ -177,9 +157,7 @@ class Cluster:
         on_host = shard.to_host(hidden).clone() if is_behind else hidden
         for remote, part in zip(self.remotes, away, strict=True):
             remote.send(part.work, on_host)
-        begin = shard.stamp()
         own_outputs, waits = shard.run_layer(own.work, hidden, routed)
-        shard.note_times(work.router, begin, shard.stamp(), waits)
         outputs = torch.empty(work.num_rows, hidden.shape[1], dtype=own_outputs.dtype, device=hidden.device)
         if not work.covers_all_rows:
             outputs.zero_()
@@ -191,23 +169,13 @@ class Cluster:
                 waits = [(0, waited_ns)]
         return outputs, waits
 
-    def settle(self) -> None:
-        self._moments.settle()
-        self.shard.settle()
-
-    def note_times(self, router: RouterRan, begin: Any, end: Any, waits: Waits) -> None:
-        times = self._times[router.layer].phase(router.serves_decode)
-        self._moments.note(begin, end, waits, partial(add_times, times))
-
     def layer_counters(self, layer: int) -> LayerCounters:
-        """Of the shard and the workers together, but times of the layer as a whole."""
-        total = LayerCounters()
-        total.add(self.shard.layer_counters(layer))
-        for remote in self.remotes:
-            total.add(remote.layer_counters(layer))
+        """Of the shard and the workers together, but times of the layer as a whole, which are the shard's."""
+        own, total = self.shard.layer_counters(layer), LayerCounters()
+        for part in (own, *(remote.layer_counters(layer) for remote in self.remotes)):
+            total.add(part)
         for phase in Phase:
-            times = self._times[layer].of(phase)
-            total.of(phase).stall_ns, total.of(phase).expert_ns = times.stall_ns, times.expert_ns
+            total.of(phase).stall_ns, total.of(phase).expert_ns = own.of(phase).stall_ns, own.of(phase).expert_ns
         return total
 
     def abandon(self) -> None:
@@ -219,18 +187,3 @@ class Cluster:
         self.shard.close()
         for remote in self.remotes:
             remote.close()
-
-
-class ChannelOfShare:
-    """The predictor's channel as this device's: each prediction is cut to the experts of its share."""
-
-    def __init__(self, channel: Channel, share: Share) -> None:
-        self.end_iteration = channel.end_iteration
-        self._channel = channel
-        self._share = share
-
-    def begin_iteration(self, began: Callable[[], Began]) -> Iterable[Prediction]:
-        return map(self._share.prediction, self._channel.begin_iteration(began))
-
-    def router_ran(self, routed: Callable[[], Routed]) -> Iterable[Prediction]:
-        return map(self._share.prediction, self._channel.router_ran(routed))

@@ -44,14 +44,11 @@ CACHE_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """The options about memory; see `expertly.load`. `at_most`: experts gain nothing from more bytes than this.
-    `cache`: a server's KV cache, instead of `context`.
-    """
+    """The options about memory; see `expertly.load`. `cache`: a server's KV cache, instead of `context`."""
 
     memory: str | int | None = None
     context: int | None = None
     total: str | int | None = None
-    at_most: int | None = None
     cache: SharedCache | None = None
 
     @property
@@ -156,9 +153,7 @@ def divide(
     if request.cache is not None:
         left = _available(target, request.total)[0] - beside.dense_nbytes - beside.fixed_nbytes
         context = request.cache.tokens_in(max(left // CACHE_SHARE, left - geometry.nbytes), beside)
-    chosen, reason, room = choose_amount(target, geometry, beside, context, request.total)
-    amount = chosen if request.at_most is None else min(chosen, request.at_most)
-    room += chosen - amount
+    amount, reason, room = choose_amount(target, geometry, beside, context, request.total)
     try:
         budget = split_budget(geometry, amount)
         return Division(budget, reason, beside, context, RoomBeside(room, beside))

@@ -300,7 +300,7 @@ class Prefetching:
         self.collector = collector
         self.router_ran = collector.routed
         self._channel = PredictorChannel(predictor, executor.shard.device.torch_device)
-        self._prefetcher = executor.predict_from(self._channel)
+        self._prefetcher = executor.shard.predict_from(self._channel)
         collector.attach()
 
     @property

@@ -73,14 +73,11 @@ class Peer:
     wait meanwhile. All raise OSError where the worker is gone, fails to start or takes too long.
     """
 
-    def __init__(
-        self, name: str, host: str, launch: Callable[[Address], WorkerProcess], *, is_here: bool = False
-    ) -> None:
+    def __init__(self, name: str, host: str, launch: Callable[[Address], WorkerProcess]) -> None:
         """`host`: an address of this machine, for the worker. `launch`: starts it and does not wait; raises OSError.
-        `is_here`: it runs on this machine. `start` is the first call.
+        `start` is the first call.
         """
         self.name = name
-        self.is_here = is_here
         self._host = host
         self._launch = launch
         self._pair: Pair | None = None

@@ -8,6 +8,7 @@ followed: not one in place of the folder, nor one in it.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import stat
 from contextlib import suppress
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from expertly.core.errors import StoreError
-from expertly.core.files import about_path, check_folder, remove_folder
+from expertly.core.files import check_folder, remove_folder
 from expertly.core.untrusted import is_plain_name, read_json_object
 from expertly.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 
@@ -46,11 +47,11 @@ def is_ours(folder: Path) -> bool:
     try:
         check_folder(folder)
         names = {path.name for path in folder.iterdir()}
-        lock = about_path(folder / LOCK_NAME)
+        if names <= {LOCK_NAME, f".{JOURNAL_NAME}.tmp"}:
+            lock = os.lstat(folder / LOCK_NAME) if LOCK_NAME in names else None
+            return lock is None or (stat.S_ISREG(lock.st_mode) and not lock.st_size)
     except OSError:
         return False
-    if names <= {LOCK_NAME, f".{JOURNAL_NAME}.tmp"}:
-        return lock is None or (stat.S_ISREG(lock.st_mode) and not lock.st_size)
     is_damaged = any(_json(folder / name) is None for name in {MANIFEST_NAME, JOURNAL_NAME} & names)
     return bool(_lists(folder)) or (is_damaged and any(map(_WEIGHTS.fullmatch, names)))
 
@@ -76,7 +77,7 @@ def remove_store(folder: Path, *, is_for_another: bool = False) -> None:
     if kept and is_for_another:
         ends = (f"-{number}.removed" if number else ".removed" for number in count())
         places = (folder.with_name(folder.name + end) for end in ends)
-        folder = folder.rename(next(path for path in places if about_path(path) is None))
+        folder = folder.rename(next(path for path in places if not os.path.lexists(path)))
     if kept:
         names = ", ".join(f"{name!r:.80}" for name in kept[:3]) + (", ..." if len(kept) > 3 else "")
         logging.getLogger("expertly").warning("%s: kept, with what no store of ours has: %s", folder, names)
