@@ -103,34 +103,6 @@ def test_rows_weighed_and_summed(kernels: Kernels, num_tokens: int) -> None:
                 assert_as_exact(total, exact + 1, magnitude + 1, r)
 
 
-def test_many_tasks_of_one_call_are_those_of_many_calls(kernels: Kernels, set_threads: Callable[[int], None]) -> None:
-    """To the bit: what else a call computes, and how many threads do, changes no sum."""
-    dice = torch.Generator().manual_seed(0)
-    width, r = 96, 700
-    for dtype in dtypes(kernels):
-        rows = values(dice, 5, r, 3, width, dtype=dtype)
-        x = values(dice, 6, width, dtype=dtype)
-        tokens = [(0, 1), (1, 2), (3, 3), (0, 4), (5, 1)]  # first row of x, how many
-        row_nbytes, matrix_nbytes = 3 * width * dtype.itemsize, width * dtype.itemsize
-        num_rows = sum(n for _, n in tokens)
-        together = torch.empty(2, num_rows, r, dtype=dtype)
-        outputs = torch.empty(num_rows, width, dtype=dtype)
-        starts = [sum(n for _, n in tokens[:e]) for e in range(len(tokens))]
-        of_dots, of_sums = [], []
-        for e, ((first, n), at) in enumerate(zip(tokens, starts, strict=True)):
-            of_dots += [rows[e].data_ptr(), first, n, at]
-            of_sums += [rows[e, 0, 2].data_ptr(), at, n, at]
-        for num_threads in (1, 2, 3):
-            set_threads(num_threads)
-            together.fill_(torch.nan), outputs.fill_(torch.nan)
-            inner_products(kernels, of_dots, x, together, row_nbytes, matrix_nbytes)
-            down_products(kernels, of_sums, together[0], outputs, row_nbytes)
-            for e, ((first, n), at) in enumerate(zip(tokens, starts, strict=True)):
-                alone = dots(kernels, rows[e, :, :2], x[first : first + n])
-                assert torch.equal(together[:, at : at + n], alone)
-                assert torch.equal(outputs[at : at + n], sums(kernels, rows[e, :, 2], alone[0]))
-
-
 @pytest.mark.parametrize("num_inner", [1, 2])
 def test_experts_in_one_call(kernels: Kernels, num_inner: int, set_threads: Callable[[int], None]) -> None:
     """Two products, biases and torch between them, of parts of experts, for any number of threads and tokens."""
@@ -211,15 +183,6 @@ def test_what_is_no_number_and_what_is_too_large_for_the_type(kernels: Kernels) 
         assert out[0, 0, 0] == 16 and out[0, 0, 1].isnan() and out[0, 0, 2].isinf()
 
 
-def test_avx512_bf16_multiplies_with_its_own_instruction(kernels: Kernels) -> None:
-    """Which, as no other way does, counts a number below the least normal one as zero."""
-    tiny, large = 2.0**-130, 2.0**30
-    rows, h = torch.full((4, 1, 32), tiny, dtype=torch.bfloat16), torch.full((1, 4), large, dtype=torch.bfloat16)
-    least = 0 if kernels.name.endswith("avx512_bf16") else tiny * large
-    assert bool((dots(kernels, rows, torch.full((1, 32), large, dtype=torch.bfloat16)) == 32 * least).all())
-    assert bool((sums(kernels, rows[:, 0], h) == 4 * least).all())
-
-
 def test_rounding_is_to_nearest_and_ties_go_to_even(kernels: Kernels) -> None:
     for dtype in dtypes(kernels):
         if dtype == torch.float32:
@@ -244,20 +207,6 @@ def test_inputs_that_lie_anywhere_and_a_bias_that_is_added_before_rounding(kerne
         bias = values(dice, 9, dtype=dtype)
         biased = exact + bias.double(), magnitude + bias.double().abs()
         assert_as_exact(dots(kernels, rows.unsqueeze(1), x[:1], bias)[0], *(part[:1] for part in biased), 50)
-
-
-def test_nothing_beyond_the_outputs_is_written(kernels: Kernels) -> None:
-    for dtype in dtypes(kernels):
-        for width, r in ((33, 5), (64, 9)):
-            rows, x = torch.ones(r, 3, width, dtype=dtype), torch.ones(2, width, dtype=dtype)
-            inner = torch.full((2, 4, r), 7, dtype=dtype)
-            inner_products(kernels, (rows.data_ptr(), 0, 2, 1), x, inner, 3 * width * dtype.itemsize, width)
-            assert bool((inner[:, [0, 3]] == 7).all())
-            out = torch.full((4, width), 7, dtype=dtype)
-            down_products(
-                kernels, (rows.data_ptr(), 0, 2, 1), torch.ones(2, r, dtype=dtype), out, 3 * width * dtype.itemsize
-            )
-            assert bool((out[[0, 3]] == 7).all()) and bool((out[1:3] == r).all())
 
 
 def test_memory_is_given_back(kernels: Kernels) -> None:

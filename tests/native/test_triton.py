@@ -20,19 +20,17 @@ import torch
 from torch.nn.functional import relu, silu
 
 import expertly
-from expertly.api import handle
 from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import Span
 from expertly.engine import shard
 from expertly.formats import expert_format
-from expertly.native.kernels import VARIABLE, choose_kernels
+from expertly.native.kernels import choose_kernels
 from tests.engine.conftest import Cases
-from tests.engine.observe import Call, loaded
+from tests.engine.observe import loaded
 from tests.engine.streams import put_in_place
 from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error, run, scatter, watch_spans
 from tests.families import generate, logits_of
 from tests.formats.test_formats import made
-from tests.model.checkpoints import make_fp8_checkpoint, make_int4_checkpoint, make_mxfp4_checkpoint
 from tests.tables import crossed
 
 triton = pytest.importorskip("triton")
@@ -178,28 +176,6 @@ def test_programs_that_share_a_sum(dtype: torch.dtype) -> None:
         assert isinstance(call, SlotCall)
         call.add([(layer.span(1, segment), [0], [0]) for segment in range(4)])
     assert torch.equal(*outs)
-
-
-@interpreted
-def test_a_compiled_kernel_is_looked_up_once_for_each_kind_of_arguments() -> None:
-    looked_up, launched = [], []
-
-    class Kernel:
-        arg_names = ("x", "bias", "number", "A", "B")
-
-        def __getitem__(self, grid: Any) -> Any:
-            def look_up(*args: Any, **options: Any) -> Any:
-                looked_up.append(options)
-                return {grid: lambda *every: launched.append(every)}
-
-            return look_up
-
-    program = Program(Kernel(), {"B": 2, "A": 1}, 4)
-    x = torch.zeros(64)
-    for args in ((x, None, 5), (x, None, 6), (x[1:], None, 5), (x[1:], x, 5), (x[1:], x, 7)):
-        triton_slots._launch(program, (1, 1, 1), args)
-    assert looked_up == [{"A": 1, "B": 2, "num_warps": 4}] * 3
-    assert [every[2:] for every in launched] == [(6, 1, 2), (7, 1, 2)]
 
 
 @interpreted
@@ -367,44 +343,6 @@ def test_tokens_are_the_references(
         waited = 2 * (num_prompts + decode["iterations"]) + num_layers * num_waiting  # two checks for NaN of a pass
         assert devices[0].stats()["synchronisations"] == waited
         assert system != "resident" or kernels["early"] == decode["hits"] > 0 == decode["misses"]
-
-
-def make_fp8(folder: Path) -> Path:
-    return make_fp8_checkpoint("qwen3_moe", folder, block=128, hidden_size=128, moe_intermediate_size=128)
-
-
-@interpreted
-@pytest.mark.parametrize("make", [make_mxfp4_checkpoint, make_fp8, make_int4_checkpoint])
-def test_quantised_models_are_torchs(
-    make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One call of the first layer with 1 and 9 tokens, beside the decoded experts by torch."""
-    folder, outputs = make(tmp_path / "checkpoint"), list[list[torch.Tensor]]()
-    put_in_place(monkeypatch)
-    for kernels in ("torch", "triton"):
-        with monkeypatch.context() as patch:
-            patch.setenv(VARIABLE, "torch")
-            if kernels == "triton":
-                patch.setattr(shard, "choose_kernels", lambda **_: TritonKernels("for a test"))
-            with loaded(folder, memory="60%") as model:
-                outputs.append([run(model, call) for call in calls_of(model)])
-                assert kernels_of(model)["name"] == kernels
-                assert (kernels_of(model)["native"] > 0) == (kernels == "triton")
-                assert handle(model).store.manifest.layers[0].format
-    for found, expected in zip(outputs[1], outputs[0], strict=True):
-        assert relative_error(found, expected) < TOLERANCE[torch.bfloat16] / 2
-
-
-def calls_of(model: Any) -> Sequence[Call]:
-    dice = torch.Generator().manual_seed(0)
-    layer = handle(model).engine.executor.geometry.layers[0]
-    dtype = handle(model).engine.device.dtype
-    calls = []
-    for n in (1, 9):
-        index = torch.stack([torch.randperm(layer.num_experts, generator=dice)[: layer.top_k] for _ in range(n)])
-        hidden, weights = torch.randn(n, layer.hidden_size, generator=dice), torch.rand(n, layer.top_k, generator=dice)
-        calls.append(Call(0, hidden.to(dtype), index, weights.to(dtype)))
-    return calls
 
 
 # -- the compiler ------------------------------------------------------------------------------------------------------
