@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -78,20 +80,20 @@ def test_what_was_handed_out_stays_as_it_was() -> None:
     assert torch.equal(handed_out, before) and not torch.equal(pair[0].keys, before)
 
 
-@pytest.mark.parametrize("change", ["reorder", "select", "repeat", "reset"])
+CHANGES: dict[str, Callable[[DynamicLayer], Any]] = {
+    "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 1])),
+    "select": lambda layer: layer.batch_select_indices(torch.tensor([1, 0])),
+    "repeat": lambda layer: layer.batch_repeat_interleave(2) or layer.batch_select_indices(torch.tensor([0, 3])),
+    "reset": lambda layer: layer.reset(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_changes_of_sequences(change: str) -> None:
     pair = layers()
     grow(pair, 5, 0)
     for layer in pair:
-        if change == "reorder":
-            layer.reorder_cache(torch.tensor([1, 1]))
-        elif change == "select":
-            layer.batch_select_indices(torch.tensor([1, 0]))
-        elif change == "repeat":
-            layer.batch_repeat_interleave(2)
-            layer.batch_select_indices(torch.tensor([0, 3]))
-        else:
-            layer.reset()
+        CHANGES[change](layer)
     for seed in range(1, 4):
         grow(pair, 2, seed)
 

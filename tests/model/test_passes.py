@@ -89,21 +89,15 @@ def packed(bounds: list[int], ids: list[int], layers: range | None = None, **mor
 
 
 def test_packed_sequences_with_a_phase_each() -> None:
-    """Requests: 3 new tokens; 1 token on a past of 7; 1 token and no past; then two rows of padding."""
-    info = packed([0, 3, 4, 5], [0] * 7, position_ids=torch.tensor([[0, 1, 2, 7, 0, 0, 0]]))
+    """Requests: 3 new tokens; 1 token on a past of 7; none; 1 token and no past; then two rows of padding."""
+    bounds, ids, positions = [0, 3, 4, 4, 5], [7, 8, 9, 5, 6, 0, 0], torch.tensor([[0, 1, 2, 7, 0, 0, 0]])
+    info = packed(bounds, ids, range(3), position_ids=positions)
     assert info.is_prefill.tolist() == [True, True, True, False, True, False, False]
     assert info.is_pad is not None and info.is_pad.tolist() == [False] * 5 + [True] * 2
     assert (info.num_requests, info.phase) == (3, "prefill")
-
-
-def test_packed_tokens_sequences_and_starts() -> None:
-    """Three tokens, none, one; then two pads."""
-    bounds, ids = [0, 3, 3, 4], [7, 8, 9, 5, 0, 0]
-    info = packed(bounds, ids, range(3), position_ids=torch.tensor([[4, 5, 6, 9, 0, 0]]))
     assert info.token_ids is not None and info.token_ids.tolist() == ids
-    assert info.sequences is not None and info.sequences[:4].tolist() == [0, 0, 0, 2]
-    assert info.is_pad is not None and info.is_pad.tolist() == [False] * 4 + [True] * 2
-    assert info.starts is not None and info.starts.tolist()[::2] == [4, 9]
+    assert info.sequences is not None and info.sequences[:5].tolist() == [0, 0, 0, 1, 3]
+    assert info.starts is not None and info.starts[[0, 1, 3]].tolist() == [0, 7, 0]
     assert packed(bounds, ids, range(3)).starts is None, "no positions"
 
 
@@ -131,16 +125,15 @@ def test_tokens_of_a_batch_with_pads(toys: Toys) -> None:
 def test_embeddings_are_told_instead_of_tokens(toys: Toys) -> None:
     toy = toys["qwen3_moe"]
     embedded = toy.model.get_input_embeddings()(torch.tensor([[5, 6, 7]]))
-    (one,) = record(toy, lambda model: model(inputs_embeds=embedded), wants_token_ids=True)
-    assert one.info.token_ids is None
-    assert one.info.sequences is not None and one.info.sequences.tolist() == [0, 0, 0]
-    assert one.info.embeddings is not None and one.info.embeddings.dtype == "float16"
-    assert torch.equal(torch.tensor(one.info.embeddings), embedded[0].half())
+    (iteration,) = record(toy, lambda model: model(inputs_embeds=embedded), wants_token_ids=True)
+    info = iteration.info
+    assert info.token_ids is None and info.sequences is not None and info.sequences.tolist() == [0, 0, 0]
+    assert info.embeddings is not None and info.embeddings.dtype == "float16"
+    assert torch.equal(torch.tensor(info.embeddings), embedded[0].half())
 
 
 def test_the_encoder_and_the_decoder_have_their_own_tokens_and_layers(toys: Toys) -> None:
-    prompt = make_prompts(1, length=6)
-    new: list[list[int]] = []
+    prompt, new = make_prompts(1, length=6), list[list[int]]()
     seen = told(toys["switch_transformers"], lambda model: new.extend(generate(model, prompt, max_new_tokens=3)))
     assert seen[0] == (prompt[0], [0] * 6, range(2))
     assert seen[1:] == [([token], [0], range(2, 4)) for token in new[0][:3]], "it starts with the start token"

@@ -18,15 +18,12 @@ LINES = (
 PROMPTS = [Prompt(1, "one", "a"), Prompt(4, "ü", None), Prompt(5, "3", None)]
 
 
-def test_files_with_blank_lines_other_keys_and_a_byte_order_mark(tmp_path: Path) -> None:
+def test_files_and_stdin_with_blank_lines_other_keys_and_a_byte_order_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_bytes(LINES)
-    assert read_prompts(str(path)) == PROMPTS
-    path.write_bytes(LINES + b"\nnonsense\n")  # is not looked at
+    path.write_bytes(LINES + b"\nnonsense\n")  # which is not looked at
     assert read_prompts(str(path), limit=3) == PROMPTS
-
-
-def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(LINES)))
     assert read_prompts("-") == PROMPTS
 
