@@ -14,19 +14,18 @@ from typing import Any
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.core.geometry import LayerGeometry
-from expertly.formats.compressed import PACK_QUANTIZED, CompressedLayout, ModelOptLayout
+from expertly.formats.compressed import CompressedLayout, ModelOptLayout
 from expertly.formats.fp8 import FP8, FP8_ROWS, Fp8Layout
 from expertly.formats.gguf import GGUF_FORMATS, Q4_0, Q8_0
-from expertly.formats.gptq import AWQ, AwqLayout, GptqLayout, auto_round
+from expertly.formats.gptq import AwqLayout, GptqLayout, auto_round
+from expertly.formats.int4 import INT4
 from expertly.formats.layouts import Header, Layout, is_plain
 from expertly.formats.mlx import MlxLayout
-from expertly.formats.mxfp4 import MXFP4
+from expertly.formats.mxfp4 import MXFP4, Mxfp4Layout
 from expertly.formats.nvfp4 import NVFP4
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 
-FORMATS: dict[str, TiledFormat] = {
-    one.name: one for one in (MXFP4, FP8, FP8_ROWS, NVFP4, *GGUF_FORMATS, *PACK_QUANTIZED, *AWQ)
-}
+FORMATS: dict[str, TiledFormat] = {form.name: form for form in (MXFP4, FP8, FP8_ROWS, NVFP4, *GGUF_FORMATS, *INT4)}
 
 ROUNDED_TO: dict[str, RoundingFormat] = {"mxfp4": MXFP4, "int4": Q4_0, "int8": Q8_0}
 """Formats to which an unquantised checkpoint can be rounded, by their names in --quantize."""
@@ -64,6 +63,7 @@ def check_format(layer: LayerGeometry) -> None:
 
 
 LAYOUTS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
+    "mxfp4": Mxfp4Layout,
     "fp8": Fp8Layout,
     "compressed-tensors": CompressedLayout,
     "modelopt": ModelOptLayout,
@@ -85,8 +85,6 @@ def format_of(quantization: object, tensors: Mapping[str, Header], dtype: str) -
     "" where none does, or the layout is refused.
     """
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method == MXFP4.name:
-        return MXFP4.name
     if not isinstance(quantization, dict) or not isinstance(method, str) or method not in LAYOUTS:
         return ""
     try:

@@ -10,66 +10,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
-from expertly.formats.fp8 import BLOCK, e2m1_values, fp8_form, fp8_values, scales_of
-from expertly.formats.int4 import Int4Format, tile_group
-from expertly.formats.layouts import (
-    WHERE,
-    Header,
-    Layout,
-    NamePattern,
-    block_of,
-    check_field,
-    is_plain,
-    order_of,
-    spread,
-    unpacked,
-)
-from expertly.formats.mxfp4 import _Mxfp4
-from expertly.formats.nvfp4 import NVFP4, nvfp4_form
-from expertly.formats.tiles import Bytes, TiledFormat, torch
+from expertly.formats.fp8 import BLOCK, fp8_form
+from expertly.formats.int4 import int4_form
+from expertly.formats.layouts import FLOATS, WHERE, Accepted, Header, Layout, NamePattern, check_field, is_plain
+from expertly.formats.matrix import Matrix, block_of, torch, unpacked
+from expertly.formats.mxfp4 import GROUP as MXFP4_GROUP
+from expertly.formats.mxfp4 import MXFP4
+from expertly.formats.nvfp4 import NVFP4
+from expertly.formats.tiles import TiledFormat
 
 _PACKED, _WEIGHT, _SCALE, _SHAPE = ".weight_packed", ".weight", ".weight_scale", ".weight_shape"
 _ZEROS, _ORDER, _GLOBAL, _FACTOR = ".weight_zero_point", ".weight_g_idx", ".weight_global_scale", ".weight_scale_2"
 
-NVFP4_GROUP = 16
+_NVFP4_GROUP = 16
 
 _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-
-
-class PackQuantized(Int4Format):
-    """INT4 of compressed-tensors, numbers and zero points stored as those of 0 to 15."""
-
-    def __init__(self, group: int, scales: str, has_zeros: bool = False, stored_group: int | None = None) -> None:
-        """`stored_group`: inputs that share a scale in the checkpoint, a multiple of `group`."""
-        super().__init__(group, scales, has_zeros)
-        self.suffixes = (_PACKED, _SCALE, *([_ZEROS] if has_zeros else []), _SHAPE)
-        self._stored_group = stored_group or group
-
-    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        num = columns // self._stored_group
-        zeros = [(("I32",), (-(-rows // 8), num))] if self.has_zeros else []
-        return ((("I32",), (rows, columns // 8)), ((self.scales,), (rows, num)), *zeros, (("I64", "I32"), (2,)))
-
-    def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
-        words, scales, *zeros, shape = tensors
-        if shape.tolist() != [rows, columns]:
-            raise CheckpointError(f"a shape of {shape.tolist()}: must be {[rows, columns]}")
-        groups = columns // self.group
-        parts = [words.numpy().view(np.uint8).reshape(rows, groups, -1), self.scales_of(scales, rows, groups)]
-        for points in (unpacked(one.numpy().T, 4, rows).T[..., None] for one in zeros):
-            parts.append(points.repeat(groups // points.shape[1], axis=1))
-        return tuple(parts)
-
-
-PACK_QUANTIZED = tuple(PackQuantized(group, scales) for scales in ("BF16", "F16") for group in (32, 128))
-
-_packed_form = cache(PackQuantized)
 
 
 class CompressedLayout(Layout):
@@ -82,158 +40,124 @@ class CompressedLayout(Layout):
         groups = quantization.get("config_groups")
         if not isinstance(groups, dict) or not groups:
             raise UnsupportedModelError(f"{WHERE}.config_groups={groups!r:.200}: must be an object of groups")
-        self._groups = [Scheme(f"{WHERE}.config_groups.{name}", one, quantization) for name, one in groups.items()]
+        self._groups = [_Scheme(f"{WHERE}.config_groups.{name}", group, quantization) for name, group in groups.items()]
 
-    def check(self, stem: str, tensors: Mapping[str, Header]) -> None:
-        if is_plain(tensors):
-            return
-        scheme = self._scheme(stem)
-        self.check_beside(stem, tensors, [*scheme.endings, *(end for end in scheme.further if end in tensors)])
-        for ending, (dtype, shape) in tensors.items():
-            accepted = scheme.dtypes(ending)
-            if dtype not in accepted:
-                raise CheckpointError(
-                    f"tensor '{stem}{ending}': {dtype}: must be {' or '.join(accepted)}, as {scheme.where} has it"
-                )
-            expected = scheme.shape_of(ending, tensors)
-            if expected is not None and list(shape) not in expected:
-                listed = " or ".join(map(str, expected))
-                raise CheckpointError(
-                    f"tensor '{stem}{ending}': {list(shape)}: must be {listed}, as {scheme.where} has it"
-                )
-
-    def _scheme(self, stem: str) -> Scheme:
+    def _scheme(self, stem: str) -> _Scheme:
         """As compressed-tensors: of names, patterns and classes the first kind that matches counts."""
         return min(self._groups, key=lambda scheme: scheme.rank(stem))
+
+    def endings(self, stem: str, tensors: Mapping[str, Header]) -> Sequence[str]:
+        scheme = self._scheme(stem)
+        return [*scheme.endings, *(ending for ending in scheme.further if ending in tensors)]
+
+    def size(self, stem: str, tensors: Mapping[str, Header]) -> list[int]:
+        return self._scheme(stem).size(tensors)
+
+    def accepted(self, stem: str, tensors: Mapping[str, Header], size: list[int]) -> Accepted:
+        accepted = self._scheme(stem).accepted(tensors, *size)
+        return {ending: accepted[ending] for ending in tensors}
 
     def form_of(self, stem: str, tensors: Mapping[str, Header]) -> TiledFormat | None:
         return None if is_plain(tensors) else self._scheme(stem).form(tensors, self._dtype)
 
     def usual_form(self) -> TiledFormat | None:
         scheme = self._groups[0]
-        headers: dict[str, Header] = dict.fromkeys(scheme.endings, ("", (8 * BLOCK, 8 * BLOCK)))
-        headers[_SCALE] = "BF16", tuple(scheme.num_scales(scheme.size_of(headers))[0])
+        headers: dict[str, Header] = dict.fromkeys(scheme.endings, ("F8_E4M3", (8 * BLOCK, 8 * BLOCK)))
+        headers[_SCALE] = "BF16", tuple(scheme.scale_shapes(*scheme.size(headers))[0])
         return scheme.form(headers, self._dtype)
 
-    def weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """In the dtype of the scales; NVFP4 and MXFP4 in float32, one without scales as it is."""
-        if len(tensors) == 1:
-            return next(iter(tensors.values()))
-        codes, scales = next(iter(tensors.values())), tensors[_SCALE]
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> Matrix:
+        codes, scales, zeros = next(iter(tensors.values())), tensors[_SCALE], tensors.get(_ZEROS)
         if codes.dtype == torch.uint8:
-            return fp4_weight(codes, scales, tensors.get(_GLOBAL), is_factor=False)
-        if codes.dtype == torch.int32:
-            columns = int(tensors[_SHAPE][-1])
-            bits = max(1, 32 * codes.shape[-1] // max(1, columns))
-            codes = _signed(codes, bits, columns)
-        else:
-            bits, columns = 8, codes.shape[-1]
-        values = codes.to(scales.dtype) if codes.dtype == torch.int8 else fp8_values(codes).to(scales.dtype)
-        if not bool(scales.isfinite().all()):
-            raise CheckpointError("a scale is NaN or infinite: must be finite")
-        blocks = [scheme.block for scheme in self._groups if scheme.block]
-        block = next(filter(None, (block_of(values.shape, scales.shape, one) for one in (*blocks, None))), None)
-        if block is None:
-            raise CheckpointError(f"{_SCALE}: {list(scales.shape)}: not so many scales in {list(values.shape)} weights")
-        zeros = tensors.get(_ZEROS)
-        if zeros is not None and zeros.dtype == torch.int32:
-            zeros = _signed(zeros.T, bits, len(values)).T
-        order = tensors.get(_ORDER)
-        for tensor, change in ((zeros, torch.Tensor.sub_), (scales, torch.Tensor.mul_)):
-            if tensor is None:
-                continue
-            if order is None:
-                change(values, spread(tensor.to(scales.dtype), values.shape, block))
-            else:
-                change(values, tensor.to(scales.dtype)[:, order_of(order, tensor.shape[1], columns)])
-        return values
-
-
-def _signed(words: torch.Tensor, bits: int, num: int) -> torch.Tensor:
-    """Numbers [..., num] from words [..., n], whose middle stands for 0."""
-    return torch.from_numpy((unpacked(words.numpy(), bits, num).astype(np.int16) - (1 << bits - 1)).astype(np.int8))
-
-
-def fp4_weight(codes: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor | None, is_factor: bool) -> torch.Tensor:
-    """In float32, from two numbers in a byte. `whole`: the global scale of NVFP4, a divisor or a factor of scales."""
-    values = e2m1_values(codes)
-    if scales.dtype == torch.uint8:
-        factors = scales_of(scales)
-    else:
-        whole = torch.ones(1) if whole is None else whole.float().reshape(-1)
-        factors = fp8_values(scales) * whole if is_factor else fp8_values(scales) / whole
-    if not bool(factors.isfinite().all()):
-        raise CheckpointError("a scale is NaN or infinite: must be finite")
-    block = block_of(values.shape, factors.shape, None)
-    if block is None:
-        raise CheckpointError(f"{_SCALE}: {list(scales.shape)}: not so many scales in {list(values.shape)} weights")
-    return values.mul_(spread(factors, values.shape, block))
+            factor = -float(tensors[_GLOBAL]) if _GLOBAL in tensors else None
+            return Matrix(codes, scales, 4, 2 * codes.shape[1], is_e2m1=True, factor=factor)
+        if codes.dtype != torch.int32:
+            blocks = [scheme.block for scheme in self._groups]
+            block = next((each for each in blocks if each and block_of(codes.shape, scales.shape, each)), None)
+            return Matrix(codes, scales, zeros=zeros, order=tensors.get(_ORDER), block=block)
+        rows, columns = tensors[_SHAPE].tolist()
+        bits = 32 * codes.shape[1] // max(1, columns)
+        if rows != len(codes) or not 2 <= bits <= 8:
+            rule = f"must be {len(codes)} rows in numbers of 2 to 8 bits"
+            raise CheckpointError(f"a shape of {[rows, columns]}: {rule}")
+        if zeros is not None:
+            zeros = torch.from_numpy(unpacked(zeros.numpy().T, bits, rows).T)
+        return Matrix(codes, scales, bits, columns, zeros=zeros, order=tensors.get(_ORDER))
 
 
 # -- a group of the config ---------------------------------------------------------------------------------------------
 
-_KINDS: dict[str, tuple[str, tuple[str, ...], range, tuple[str, ...]]] = {
-    "pack-quantized": (_PACKED, ("int",), range(2, 9), ("group", "channel")),
-    "int-quantized": (_WEIGHT, ("int",), range(8, 9), ("tensor", "channel", "group", "block")),
-    "float-quantized": (_WEIGHT, ("float",), range(8, 9), ("tensor", "channel", "group", "block")),
-    "naive-quantized": (_WEIGHT, ("int", "float"), range(8, 9), ("tensor", "channel", "group", "block")),
-    "nvfp4-pack-quantized": (_PACKED, ("float",), range(4, 5), ("tensor_group",)),
-    "mxfp4-pack-quantized": (_PACKED, ("float",), range(4, 5), ("group",)),
+
+class _Kind(NamedTuple):
+    """A `format`: the ending of numbers, and what `weights` may say."""
+
+    numbers: str
+    types: tuple[str, ...]
+    bits: Sequence[int]
+    strategies: tuple[str, ...]
+    group: int | None = None  # inputs that share a scale
+
+
+_STRATEGIES = ("tensor", "channel", "group", "block")
+_KINDS = {
+    "pack-quantized": _Kind(_PACKED, ("int",), range(2, 9), ("group", "channel")),
+    "int-quantized": _Kind(_WEIGHT, ("int",), (8,), _STRATEGIES),
+    "float-quantized": _Kind(_WEIGHT, ("float",), (8,), _STRATEGIES),
+    "naive-quantized": _Kind(_WEIGHT, ("int", "float"), (8,), _STRATEGIES),
+    "nvfp4-pack-quantized": _Kind(_PACKED, ("float",), (4,), ("tensor_group",), _NVFP4_GROUP),
+    "mxfp4-pack-quantized": _Kind(_PACKED, ("float",), (4,), ("group",), MXFP4_GROUP),
 }
-"""By `format`: the ending of numbers, and what `weights` may say: type, num_bits, strategy."""
-
-_CLASSES = 2
 
 
-class Scheme:
+class _Scheme:
     """What a group of a config says of weights."""
 
     def __init__(self, where: str, group: Any, quantization: Mapping[str, Any]) -> None:
         """Raises UnsupportedModelError naming the field that is not supported."""
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
             raise UnsupportedModelError(f"{where}={group!r:.200}: must be an object with `weights`")
-        self.where = where
-        weights, kind = group["weights"], str(group.get("format") or quantization.get("format"))
-        check_field({"format": kind}, "format", tuple(_KINDS), where if group.get("format") else WHERE)
-        self._numbers, types, bits, strategies = _KINDS[kind]
-        is_fp4 = self._numbers == _PACKED and types == ("float",)
-        size = {"nvfp4-pack-quantized": NVFP4_GROUP, "mxfp4-pack-quantized": 32}.get(kind)
+        weights, named = group["weights"], str(group.get("format") or quantization.get("format"))
+        check_field({"format": named}, "format", tuple(_KINDS), where if group.get("format") else WHERE)
+        kind = _KINDS[named]
         for field, accepted in {
-            "num_bits": tuple(bits),
-            "type": types,
-            "strategy": strategies,
-            "symmetric": (True, None) if types == ("float",) else (True, False, None),
+            "num_bits": kind.bits,
+            "type": kind.types,
+            "strategy": kind.strategies,
+            "symmetric": (True, None) if kind.types == ("float",) else (True, False, None),
             "dynamic": (False, None),
             "actorder": (None, False, "static", "weight", "group", "dynamic"),
-            "group_size": (size, None) if size else (weights.get("group_size"),),
+            "group_size": (kind.group, None) if kind.group else (weights.get("group_size"),),
         }.items():
-            check_field(weights, field, accepted, f"{where}.weights")
-        self._bits, self._type, self._strategy = weights["num_bits"], weights["type"], weights["strategy"]
-        self._is_symmetric = weights.get("symmetric") is not False
-        self.group = size or weights.get("group_size")
-        if self._strategy == "group" and not (type(self.group) is int and self.group > 0):
+            check_field(weights, field, tuple(accepted), f"{where}.weights")
+        self._bits, self._strategy, self._is_int = weights["num_bits"], weights["strategy"], weights["type"] == "int"
+        self._has_zeros = weights.get("symmetric") is False
+        self._group = kind.group or weights.get("group_size")
+        if self._strategy == "group" and not (type(self._group) is int and self._group > 0):
             raise UnsupportedModelError(
-                f"{where}.weights.group_size={self.group!r:.80}: must be a whole number above 0"
+                f"{where}.weights.group_size={self._group!r:.80}: must be a whole number above 0"
             )
-        block = weights.get("block_structure")
-        block = [int(size) for size in re.findall(r"\d+", block)] if isinstance(block, str) else block
         self.block: tuple[int, int] | None = None
         if self._strategy == "block":
+            block = weights.get("block_structure")
+            block = [int(size) for size in re.findall(r"\d+", block)] if isinstance(block, str) else block
             if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
                 raise UnsupportedModelError(f"{where}.weights.block_structure={block!r:.80}: must be two whole numbers")
             self.block = block[0], block[1]
         targets = group.get("targets")
-        self._targets = [one for one in targets if isinstance(one, str)] if isinstance(targets, list) else []
-        self._patterns = [
-            NamePattern(target.removeprefix("re:"), f"{where}.targets")
-            for target in self._targets
-            if target.startswith("re:")
-        ]
-        zeros = [] if self._is_symmetric else [_ZEROS]
-        has_shape = [_SHAPE] if self._type == "int" and self._numbers == _PACKED else []
-        of_all = [_GLOBAL] if size == NVFP4_GROUP else []
-        self.endings = (self._numbers, _SCALE, *zeros, *of_all, *has_shape)
-        self.further = () if is_fp4 else (_ORDER,) if has_shape else (_ZEROS, _ORDER)
+        self._targets = [name for name in targets if isinstance(name, str)] if isinstance(targets, list) else []
+        patterns = [target.removeprefix("re:") for target in self._targets if target.startswith("re:")]
+        self._patterns = [NamePattern(pattern, f"{where}.targets") for pattern in patterns]
+        self._numbers, self._is_packed = kind.numbers, kind.numbers == _PACKED
+        self._is_fp4 = self._is_packed and not self._is_int
+        endings = {
+            self._numbers: True,
+            _SCALE: True,
+            _ZEROS: self._has_zeros,
+            _GLOBAL: kind.group == _NVFP4_GROUP,
+            _SHAPE: self._is_packed and self._is_int,
+        }
+        self.endings = tuple(ending for ending, is_needed in endings.items() if is_needed)
+        self.further = () if self._is_fp4 else (_ORDER,) if self._is_packed else (_ZEROS, _ORDER)
         """Of some checkpoints, beside `endings`."""
 
     def rank(self, stem: str) -> int:
@@ -242,77 +166,45 @@ class Scheme:
             return 0
         if any(pattern.matches(stem) for pattern in self._patterns):
             return 1
-        return _CLASSES if len(self._patterns) < len(self._targets) else _CLASSES + 1
+        return 2 if len(self._patterns) < len(self._targets) else 3
 
-    def dtypes(self, ending: str) -> tuple[str, ...]:
-        if ending == self._numbers:
-            of_plain = "I8" if self._type == "int" else "F8_E4M3"
-            return (of_plain,) if ending == _WEIGHT else ("I32",) if self._type == "int" else ("U8",)
-        if ending == _SCALE and self._numbers == _PACKED and self._type == "float":
-            return ("F8_E4M3",) if self.group == NVFP4_GROUP else ("U8",)
-        zeros = ("I32",) if self._numbers == _PACKED else ("I8", "F8_E4M3")
-        return {_ZEROS: zeros, _GLOBAL: ("F32",), _SHAPE: ("I64", "I32"), _ORDER: ("I32", "I64")}.get(
-            ending, ("BF16", "F16", "F32")
-        )
+    def size(self, tensors: Mapping[str, Header]) -> list[int]:
+        _, (*lead, width) = tensors[self._numbers]
+        return [*lead, width if not self._is_packed else 2 * width if self._is_fp4 else 32 * width // self._bits]
 
-    def size_of(self, tensors: Mapping[str, Header]) -> tuple[int, int]:
-        """Rows and columns of a matrix. Raises CheckpointError where its numbers are none."""
-        shape = tensors[self._numbers][1]
-        if len(shape) != 2:
-            raise CheckpointError(f"{self._numbers}: {list(shape)}: must have two dimensions")
-        if self._numbers == _WEIGHT:
-            return shape[0], shape[1]
-        return shape[0], shape[1] * 2 if self._type == "float" else shape[1] * 32 // self._bits
-
-    def num_scales(self, size: tuple[int, int]) -> list[list[int]]:
-        """The shapes that the scales of such a matrix may have."""
-        rows, columns = size
+    def scale_shapes(self, rows: int, columns: int) -> list[list[int]]:
         if self.block:
             return [[-(-rows // self.block[0]), -(-columns // self.block[1])]]
         if self._strategy == "tensor":
             return [[1], [], [1, 1]]
-        return [[rows, 1], [rows]] if self._strategy == "channel" else [[rows, columns // self.group]]
+        return [[rows, 1], [rows]] if self._strategy == "channel" else [[rows, columns // self._group]]
 
-    def shape_of(self, ending: str, tensors: Mapping[str, Header]) -> list[list[int]] | None:
-        rows, columns = self.size_of(tensors)
-        if ending == _SCALE:
-            return self.num_scales((rows, columns))
-        if ending == _ZEROS and self._numbers == _PACKED:
-            num = columns // self.group if self._strategy == "group" else 1
-            return [[-(-rows * self._bits // 32), num]]
-        return {_ZEROS: self.num_scales((rows, columns)), _GLOBAL: [[1], []], _ORDER: [[columns]], _SHAPE: [[2]]}.get(
-            ending
-        )
+    def accepted(self, tensors: Mapping[str, Header], rows: int, columns: int) -> Accepted:
+        scales = self.scale_shapes(rows, columns)
+        numbers = ("U8" if self._is_fp4 else "I32") if self._is_packed else "I8" if self._is_int else "F8_E4M3"
+        of_scales = ("F8_E4M3",) if self._group == _NVFP4_GROUP else ("U8",)
+        return {
+            self._numbers: ((numbers,), [tensors[self._numbers][1]]),
+            _SCALE: (of_scales if self._is_fp4 else FLOATS, scales),
+            _ZEROS: (("I32",), [[-(-rows * self._bits // 32), scales[0][-1]]])
+            if self._is_packed
+            else (("I8", "F8_E4M3"), scales),
+            _GLOBAL: (("F32",), [[1], []]),
+            _SHAPE: (("I64", "I32"), [[2]]),
+            _ORDER: (("I32", "I64"), [[columns]]),
+        }
 
     def form(self, tensors: Mapping[str, Header], dtype: str) -> TiledFormat | None:
         """The format that keeps such a matrix where the model computes in `dtype`."""
-        shape, (scales, num_scales) = self.size_of(tensors), tensors[_SCALE]
+        numbers, (scales, shape), (_, columns) = tensors[self._numbers], tensors[_SCALE], self.size(tensors)
         is_kept = dtype == _TORCH_DTYPES.get(scales)  # to which products are rounded
-        if self._numbers == _WEIGHT:
-            is_plain_fp8 = self._type == "float" and tuple(tensors) == (_WEIGHT, _SCALE)
-            return (
-                fp8_form(tuple(tensors), shape, num_scales) if is_plain_fp8 and (is_kept or scales == "F32") else None
-            )
-        if self._type == "float":
-            is_nvfp4 = self.group == NVFP4_GROUP
-            return nvfp4_form(tuple(tensors), tensors[_GLOBAL][1], is_factor=False) if is_nvfp4 else _MXFP4
-        stored = self.group if self._strategy == "group" else shape[1]
-        size = tile_group(stored)
-        if self._bits != 4 or _ORDER in tensors or size is None or shape[1] % stored or scales == "F32":
+        if self._is_fp4:
+            return NVFP4 if self._group == _NVFP4_GROUP else MXFP4
+        if not self._is_packed:
+            return fp8_form(numbers, shape) if len(tensors) == 2 and (is_kept or scales == "F32") else None
+        if self._bits != 4 or _ORDER in tensors or not (is_kept or dtype == "float32"):
             return None
-        return _packed_form(size, scales, not self._is_symmetric, stored) if is_kept or dtype == "float32" else None
-
-
-class _PackedMxfp4(_Mxfp4):
-    """compressed-tensors' MXFP4: the groups of a row are one dimension."""
-
-    suffixes: tuple[str, ...] = (_PACKED, _SCALE)
-
-    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        return (("U8",), (rows, columns // 2)), (("U8",), (rows, columns // 32))
-
-
-_MXFP4 = _PackedMxfp4()
+        return int4_form(self._group if self._strategy == "group" else -1, columns, scales, self._has_zeros)
 
 
 # -- modelopt ----------------------------------------------------------------------------------------------------------
@@ -328,35 +220,32 @@ class ModelOptLayout(Layout):
     def __init__(self, quantization: Mapping[str, Any], dtype: str) -> None:
         check_field(quantization, "quant_algo", _ALGORITHMS, WHERE)
 
-    def check(self, stem: str, tensors: Mapping[str, Header]) -> None:
-        if is_plain(tensors):
-            return
-        dtype, shape = tensors.get(_WEIGHT, ("", ()))
-        if dtype not in ("U8", "F8_E4M3", ""):
-            raise CheckpointError(f"tensor '{stem}{_WEIGHT}': {dtype}: must be U8 (NVFP4) or F8_E4M3")
-        self.check_beside(stem, tensors, (_WEIGHT, _SCALE, *([_FACTOR] if dtype == "U8" else [])))
-        size = (*shape[:-1], shape[-1] * 2) if dtype == "U8" and shape else shape
-        scales = tensors[_SCALE][1]
-        if len(size) < 2 or (block_of(size, scales, (BLOCK, BLOCK)) is None):
-            raise CheckpointError(
-                f"tensor '{stem}{_SCALE}': {list(scales)}: not so many scales in {list(size)} weights"
-            )
+    def endings(self, stem: str, tensors: Mapping[str, Header]) -> Sequence[str]:
+        dtype, _ = tensors.get(_WEIGHT, ("", ()))
+        return self.suffixes if dtype == "U8" else self.suffixes[:2]
+
+    def size(self, stem: str, tensors: Mapping[str, Header]) -> list[int]:
+        dtype, (*lead, width) = tensors[_WEIGHT]
+        return [*lead, 2 * width if dtype == "U8" else width]
+
+    def accepted(self, stem: str, tensors: Mapping[str, Header], size: list[int]) -> Accepted:
+        shape, (dtype, scales), (*lead, rows, columns) = tensors[_WEIGHT][1], tensors[_SCALE], size
+        blocks = [*lead, -(-rows // BLOCK), -(-columns // BLOCK)]
+        is_fitting = block_of(size, scales, (BLOCK, BLOCK)) is not None
+        accepted = {
+            _WEIGHT: (("U8", "F8_E4M3"), [shape]),
+            _SCALE: ((dtype,), [scales] if is_fitting else [blocks]),
+        }
+        return accepted | ({_FACTOR: (("F32",), [[], [1]])} if _FACTOR in tensors else {})
 
     def form_of(self, stem: str, tensors: Mapping[str, Header]) -> TiledFormat | None:
-        if tuple(tensors) == NVFP4.suffixes:
-            return nvfp4_form(NVFP4.suffixes, tensors[_FACTOR][1])
-        if tuple(tensors) != (_WEIGHT, _SCALE):
-            return None
-        return fp8_form(tuple(tensors), tensors[_WEIGHT][1], tensors[_SCALE][1])
+        if tuple(tensors) == self.suffixes:
+            return NVFP4
+        return fp8_form(tensors[_WEIGHT], tensors[_SCALE][1]) if tuple(tensors) == self.suffixes[:2] else None
 
-    def weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """In float32; one without scales as it is."""
-        if len(tensors) == 1:
-            return next(iter(tensors.values()))
-        codes, scales = tensors[_WEIGHT], tensors[_SCALE]
-        if codes.dtype == torch.uint8:
-            return fp4_weight(codes, scales, tensors[_FACTOR], is_factor=True)
-        block = block_of(codes.shape, scales.shape, (BLOCK, BLOCK))
-        if block is None:
-            raise CheckpointError(f"{_SCALE}: {list(scales.shape)}: not so many scales in {list(codes.shape)} weights")
-        return fp8_values(codes).mul_(spread(scales_of(scales), codes.shape, block))
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> Matrix:
+        codes, scales, *factors = tensors.values()
+        if factors:
+            return Matrix(codes, scales, 4, 2 * codes.shape[-1], is_e2m1=True, factor=float(factors[0]))
+        scales = scales if scales.dtype == torch.uint8 else scales.float()
+        return Matrix(codes, scales, block=(BLOCK, BLOCK))

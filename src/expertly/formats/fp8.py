@@ -9,44 +9,33 @@ exponent (4 bits), sign, mantissa (3), so that sign and mantissa together are an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
-from expertly.formats.layouts import WHERE, Header, Layout, block_of, is_plain, spread
-from expertly.formats.mxfp4 import VALUES
-from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat, torch, transposed
+from expertly.formats.layouts import WHERE, Accepted, Header, Layout
+from expertly.formats.matrix import Bytes, Matrix, block_of, torch
+from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat, transposed
 
 BLOCK = 128
 _CODES_NBYTES = TILE_OUTPUTS * BLOCK
 
 
 class Fp8Format(TiledFormat):
-    name = "fp8"
-    kernel = 24
     group = BLOCK
-    num_scales = 1  # of a tile
-    tile_nbytes = _CODES_NBYTES + 4
 
-    def __init__(
-        self, suffixes: tuple[str, ...] = (".weight", ".weight_scale_inv"), stored: Sequence[int] | None = None
-    ) -> None:
-        """`stored`: the shape in which a checkpoint has the scales; None: there is one for each block."""
-        self.suffixes, self._stored = suffixes, stored
+    def __init__(self, name: str, kernel: int, num_scales: int) -> None:
+        """`num_scales`: of a tile."""
+        self.name, self.kernel, self._num_scales = name, kernel, num_scales
+        self.tile_nbytes = _CODES_NBYTES + 4 * num_scales
 
-    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        scales = ("F32", "BF16", "F16", "F8_E8M0", "U8")
-        blocks = (-(-rows // BLOCK), columns // BLOCK) if self._stored is None else tuple(self._stored)
-        return (("F8_E4M3",), (rows, columns)), (scales, blocks)
-
-    def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
-        codes, scales = tensors[0].view(torch.uint8).numpy(), scales_of(tensors[1])
+    def parts_of(self, matrix: Matrix) -> tuple[Bytes, ...]:
+        codes, scales = matrix.numbers.view(torch.uint8).numpy(), matrix.finite_scales().float()
+        rows, width = len(codes), codes.shape[1] // BLOCK
         if (codes & 0x7F == 0x7F).any():
             raise CheckpointError("a weight is 0x7f or 0xff, which stands for NaN: must be a number")
-        width = columns // BLOCK
-        if self._stored is None:
+        if self._num_scales == 1 and scales.numel() > 1:  # of blocks
             factors = scales.reshape(-1, width).repeat_interleave(BLOCK, 0)[:rows].contiguous()
         else:
             factors = scales.reshape(-1, 1).repeat(rows // scales.numel(), width)
@@ -55,7 +44,7 @@ class Fp8Format(TiledFormat):
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
         codes, scales = parts
         words = transposed(sign_moved(codes), 4)  # [..., 32 words, 16 outputs, 4]
-        of_tile = scales[..., : self.num_scales, :].reshape(*codes.shape[:-2], -1)
+        of_tile = scales[..., : self._num_scales, :].reshape(*codes.shape[:-2], -1)
         return np.concatenate((words.reshape(*codes.shape[:-2], -1), of_tile), axis=-1)
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
@@ -76,37 +65,18 @@ def moved_values(moved: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.float8_e4m3fn).float()
 
 
-def scales_of(stored: torch.Tensor) -> torch.Tensor:
-    """A checkpoint's scales in float32; a byte is an exponent, as in transformers. Raises CheckpointError."""
-    scales = (stored.float() - 127).exp2() if stored.dtype == torch.uint8 else stored.float()
-    if not bool(scales.isfinite().all()):
-        raise CheckpointError(f"a scale is {scales[~scales.isfinite()][0].item()}: must be finite")
-    return scales
+FP8, FP8_ROWS = Fp8Format("fp8", 24, 1), Fp8Format("fp8_rows", 25, TILE_OUTPUTS)
 
 
-class Fp8RowsFormat(Fp8Format):
-    """With a scale for each output."""
-
-    name = "fp8_rows"
-    kernel = 25
-    num_scales = TILE_OUTPUTS
-    tile_nbytes = _CODES_NBYTES + TILE_OUTPUTS * 4
-
-
-FP8, FP8_ROWS = Fp8Format(), Fp8RowsFormat(stored=(-1, 1))
-
-
-@cache
-def fp8_form(suffixes: tuple[str, ...], shape: tuple[int, ...], scales: tuple[int, ...]) -> TiledFormat | None:
-    """The format of weights of `shape` with so many scales, from tensors with these endings."""
-    if len(shape) != 2:
+def fp8_form(numbers: Header, scales: tuple[int, ...]) -> TiledFormat | None:
+    """The format of weights with scales of this shape."""
+    dtype, shape = numbers
+    if len(shape) != 2 or dtype != "F8_E4M3":
         return None
-    if all(size == 1 for size in scales):
-        return Fp8Format(suffixes, scales)
     block = block_of(shape, scales, (BLOCK, BLOCK))
-    if block == (1, shape[1]):
-        return Fp8RowsFormat(suffixes, scales)
-    return Fp8Format(suffixes) if block == (BLOCK, BLOCK) else None
+    if all(size == 1 for size in scales) or block == (BLOCK, BLOCK):
+        return FP8
+    return FP8_ROWS if block == (1, shape[1]) else None
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -142,66 +112,37 @@ class Fp8Layout(Layout):
         self._may_be_one = quantization.get("weight_block_size") is None
         self._is_fp4 = quantization.get("expert_dtype") == "fp4"
 
-    def check(self, stem: str, tensors: Mapping[str, Header]) -> None:
+    def endings(self, stem: str, tensors: Mapping[str, Header]) -> tuple[str, ...]:
         numbers, (dtype, shape) = next(iter(tensors.items()))
-        is_fp4 = self._is_fp4 and dtype in _IN_FP4
-        if is_plain(tensors) or not (dtype.startswith("F8_") or is_fp4) or len(shape) < 2:
-            return
-        ending = (self.fused if numbers in self.fused else self.suffixes)[1]
-        if ending not in tensors:
-            raise CheckpointError(f"tensor '{stem}{numbers}': {dtype}, and there is no {stem}{ending} beside it")
-        scales = tensors[ending]
-        try:
-            self._block_of((*shape[:-1], shape[-1] * 2) if is_fp4 else shape, scales[1], is_fp4)
-        except CheckpointError as error:
-            raise CheckpointError(f"scales of tensor '{stem}{numbers}': {error}") from None
+        if len(shape) < 2 or not (dtype.startswith("F8_") or (self._is_fp4 and dtype in _IN_FP4)):
+            return ()
+        return self.fused if numbers in self.fused else self.suffixes
 
-    def _block_of(self, shape: Sequence[int], scales: Sequence[int], is_fp4: bool) -> tuple[int, int]:
-        """The rows and columns that share a scale. Raises CheckpointError where scales of this shape are none of it."""
-        *lead, rows, columns = shape
+    def size(self, stem: str, tensors: Mapping[str, Header]) -> list[int]:
+        dtype, shape = next(iter(tensors.values()))
+        return [*shape[:-1], shape[-1] * 2 if dtype in _IN_FP4 else shape[-1]]
+
+    def accepted(self, stem: str, tensors: Mapping[str, Header], size: list[int]) -> Accepted:
+        (numbers, (dtype, shape)), (scales, _) = tensors.items()
+        (*lead, rows, columns), is_fp4 = size, dtype in _IN_FP4
         block = (1, 32) if is_fp4 else self._block or (1, columns)
-        expected = [*lead, -(-rows // block[0]), -(-columns // block[1])]
-        if list(scales) == expected:
-            return block
-        made = block_of(shape, scales, None) if self._may_be_one and not is_fp4 else None
-        if made is not None and made[1] == columns:
-            return made
-        raise CheckpointError(
-            f"shape {list(scales)}: must be {expected} for {list(shape)} weights, as config.json has it "
-            f"(weight_block_size={self._block and list(self._block)})"
-        )
+        shapes = [[*lead, -(-rows // block[0]), -(-columns // block[1])]]
+        if self._may_be_one and not is_fp4:
+            shapes += [[*lead, *of_all] for of_all in ([], [1], [1, 1], [rows, 1])] + ([] if lead else [[rows]])
+        return {numbers: ((dtype,), [shape]), scales: (("F32", "BF16", "F16", "F8_E8M0", "U8"), shapes)}
 
     def form_of(self, stem: str, tensors: Mapping[str, Header]) -> TiledFormat | None:
-        (dtype, shape), *scales = tensors.values()
-        if len(scales) != 1 or not dtype.startswith("F8_"):
-            return None
-        return fp8_form(tuple(tensors), shape, scales[0][1])
+        numbers, *scales = tensors.values()
+        return fp8_form(numbers, scales[0][1]) if len(scales) == 1 else None
 
     def usual_form(self) -> TiledFormat | None:
         return FP8 if self._block == (BLOCK, BLOCK) else None
 
-    def weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """In float32; one without scales as it is."""
-        if len(tensors) == 1:
-            return next(iter(tensors.values()))
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> Matrix:
         codes, scales = tensors.values()
-        is_fp4 = codes.dtype in (torch.int8, torch.uint8)
-        if is_fp4 and not self._is_fp4:
+        scales = scales if scales.dtype == torch.uint8 else scales.float()
+        if codes.dtype not in (torch.int8, torch.uint8):
+            return Matrix(codes, scales, block=self._block)
+        if not self._is_fp4:
             raise CheckpointError(f"weights in {codes.dtype}: must be FP8, as config.json has it")
-        values = e2m1_values(codes) if is_fp4 else fp8_values(codes)
-        block = self._block_of(values.shape, scales.shape, is_fp4)
-        return values.mul_(spread(scales_of(scales), values.shape, block))
-
-
-def fp8_values(codes: torch.Tensor) -> torch.Tensor:
-    """In float32. Raises CheckpointError where one is NaN."""
-    values = codes.float()
-    if bool(values.isnan().any()):
-        raise CheckpointError("a weight is 0x7f or 0xff, which stands for NaN: must be a number")
-    return values
-
-
-def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
-    """[..., 2 n] in float32 from bytes [..., n], the lower four bits first."""
-    pairs = codes.view(torch.uint8)
-    return torch.tensor(VALUES, device=codes.device)[torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).int()]
+        return Matrix(codes, scales, 4, 2 * codes.shape[-1], is_e2m1=True, block=(1, 32))

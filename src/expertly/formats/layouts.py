@@ -1,7 +1,7 @@
 """The base of layouts: how checkpoints of a `quant_method` store quantised matrices.
 
-A layout names a matrix's tensors by their endings, decodes them, and says which weight format keeps their bytes.
-`LAYOUTS` of `expertly.formats` lists them.
+A layout names a matrix's tensors by their endings, says which dtypes and shapes they may have, reads them as a
+`Matrix`, and says which weight format keeps their bytes. `LAYOUTS` of `expertly.formats` lists them.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import regex
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
-from expertly.formats.tiles import Bytes, TiledFormat, torch
+from expertly.formats.matrix import Matrix, torch
+from expertly.formats.tiles import TiledFormat
 
 Header = tuple[str, tuple[int, ...]]
 """A stored tensor's dtype (safetensors' name) and shape."""
+
+Accepted = Mapping[str, tuple[Sequence[str], Sequence[Sequence[int]]]]
+"""Of each ending the dtypes and the shapes that its tensor may have."""
 
 Item = TypeVar("Item")
 
@@ -34,14 +36,14 @@ ACTIVATIONS = (
 )
 """Endings of tensors by which others round activations and caches, which no weight depends on."""
 
-_FLOATS = ("BF16", "F16", "F32", "F64")
+FLOATS = ("BF16", "F16", "F32")
 
 
 class Layout:
     """A `quant_method`. Its instances say what a config, and a model that computes in `dtype`, make of matrices."""
 
     suffixes: tuple[str, ...]
-    """Endings of all tensors that matrices may have, in the order in which `weight` gets them."""
+    """Endings of all tensors that matrices may have, in the order in which `read` gets them."""
     fused: tuple[str, ...] = ()
     """The same of stacked experts, [E, ...], whose names lack ".weight"."""
     stacked: Mapping[str, Sequence[str]] = {}
@@ -53,25 +55,63 @@ class Layout:
     def __init__(self, quantization: Mapping[str, Any], dtype: str) -> None:
         """Raises UnsupportedModelError naming the field of the config that is not supported."""
 
-    def check(self, stem: str, tensors: Mapping[str, Header]) -> None:
-        """Raises CheckpointError where the matrix with this name, without endings, lacks a tensor, or has some that do
-        not fit together.
+    def endings(self, stem: str, tensors: Mapping[str, Header]) -> Sequence[str]:
+        """Those that the matrix with this name, without endings, needs, its numbers first, and further ones that it has
+        and may have. None where it is not quantised.
         """
         raise NotImplementedError
 
+    def size(self, stem: str, tensors: Mapping[str, Header]) -> list[int]:
+        """[..., rows, columns] of the matrices. Raises CheckpointError."""
+        raise NotImplementedError
+
+    def accepted(self, stem: str, tensors: Mapping[str, Header], size: list[int]) -> Accepted:
+        """Of the tensors of a matrix that has all `endings`."""
+        raise NotImplementedError
+
     def form_of(self, stem: str, tensors: Mapping[str, Header]) -> TiledFormat | None:
-        """The format that keeps the matrix, in the variant that reads these tensors."""
+        """The format that keeps the matrix."""
         return None
 
     def usual_form(self) -> TiledFormat | None:
         """`form_of` most matrices, from the config alone."""
         return None
 
-    def weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A decoded matrix, or several [..., rows, columns]. Raises CheckpointError where a tensor does not fit."""
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> Matrix:
+        """Raises CheckpointError where a value is beyond the format."""
         raise NotImplementedError
 
     # -- the same for all ------------------------------------------------------------------------------------
+
+    def weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A decoded matrix, or several [..., rows, columns]; one that is not quantised as it is."""
+        return next(iter(tensors.values())) if len(tensors) == 1 else self.read(tensors).weight()
+
+    def check(self, stem: str, tensors: Mapping[str, Header]) -> list[int]:
+        """The matrix's size, [..., rows, columns]. Raises CheckpointError where it lacks a tensor, or has some that do
+        not fit together.
+        """
+        needed = () if is_plain(tensors) else self.endings(stem, tensors)
+        if not needed:
+            return list(next(iter(tensors.values()))[1])
+        absent = next((ending for ending in needed if ending not in tensors), None)
+        if absent is not None:
+            raise CheckpointError(f"tensor '{stem}{next(iter(tensors))}': there is no {stem}{absent} beside it")
+        if further := [ending for ending in tensors if ending not in needed]:
+            raise CheckpointError(f"tensor '{stem}{further[0]}': {WHERE} has none such; accepted: {', '.join(needed)}")
+        dtype, shape = tensors[needed[0]]
+        if len(shape) < 2:
+            raise CheckpointError(f"tensor '{stem}{needed[0]}': {dtype} {list(shape)}: must have two dimensions")
+        size = self.size(stem, tensors)
+        for ending, (dtypes, shapes) in self.accepted(stem, tensors, size).items():
+            dtype, shape = tensors[ending]
+            if dtype not in dtypes or list(shape) not in map(list, shapes):
+                listed = " or ".join(map(str, map(list, shapes)))
+                raise CheckpointError(
+                    f"tensor '{stem}{ending}': {dtype} {list(shape)}: must be {' or '.join(dtypes)} {listed} for "
+                    f"{size} weights, as config.json has them"
+                )
+        return size
 
     def split(self, name: str) -> tuple[str, str] | None:
         """A tensor's name without its ending, and that ending, as in `suffixes`; None of what no matrix has."""
@@ -95,14 +135,6 @@ class Layout:
             matrix[parts[1]] = tensor
         order = (*self.suffixes, *self.fused)
         return {stem: {end: matrix[end] for end in order if end in matrix} for stem, matrix in made.items()}
-
-    def check_beside(self, stem: str, tensors: Mapping[str, Header], needed: Sequence[str]) -> None:
-        """Raises CheckpointError where there is no tensor with one of these endings, or a further one."""
-        absent = next((ending for ending in needed if ending not in tensors), None)
-        if absent is not None:
-            raise CheckpointError(f"tensor '{stem}{next(iter(tensors))}': there is no {stem}{absent} beside it")
-        if further := [ending for ending in tensors if ending not in needed]:
-            raise CheckpointError(f"tensor '{stem}{further[0]}': {WHERE} has none such; accepted: {', '.join(needed)}")
 
 
 class NamePattern:
@@ -132,7 +164,7 @@ class NamePattern:
 
 def is_plain(tensors: Mapping[str, Header]) -> bool:
     """Whether a matrix is not quantised."""
-    return len(tensors) == 1 and next(iter(tensors.values()))[0] in _FLOATS
+    return len(tensors) == 1 and next(iter(tensors.values()))[0] in (*FLOATS, "F64")
 
 
 def check_field(fields: Mapping[str, Any], field: str, accepted: Sequence[object], where: str) -> None:
@@ -141,47 +173,3 @@ def check_field(fields: Mapping[str, Any], field: str, accepted: Sequence[object
     if not any(type(value) is type(one) and value == one for one in accepted):
         listed = " or ".join(map(repr, accepted))
         raise UnsupportedModelError(f"{where}.{field}={value!r:.80}: must be {listed}")
-
-
-def block_of(shape: Sequence[int], scales: Sequence[int], block: Sequence[int] | None) -> tuple[int, int] | None:
-    """The rows and columns of weights [..., rows, columns] that share one of `scales`: those of `block`, where the last
-    of a row or column may be cut, else of a group, a row or the whole matrix. None: no such block has so many scales.
-    """
-    *lead, rows, columns = shape
-    if block is not None and list(scales) == [*lead, -(-rows // block[0]), -(-columns // block[1])]:
-        return block[0], block[1]
-    if all(size == 1 for size in scales[len(lead) :]) and list(scales[: len(lead)]) == lead:
-        return rows, columns
-    if list(scales[:-1]) != [*lead, rows]:
-        return (1, columns) if lead == [] and list(scales) == [rows] else None
-    return (1, columns // scales[-1]) if scales[-1] and columns % scales[-1] == 0 else None
-
-
-def spread(scales: torch.Tensor, shape: Sequence[int], block: tuple[int, int]) -> torch.Tensor:
-    """`scales` as [..., rows or 1, columns or 1], for `block` of `block_of`."""
-    *lead, rows, columns = shape
-    factors = scales.reshape(*lead, -(-rows // block[0]), -(-columns // block[1]))
-    for dim, size in ((-2, rows), (-1, columns)):
-        if block[dim] < size:
-            factors = factors.repeat_interleave(block[dim], dim).narrow(dim, 0, size)
-    return factors
-
-
-def order_of(order: torch.Tensor, num_groups: int, columns: int) -> torch.Tensor:
-    """The group of each input. Raises CheckpointError where there is none."""
-    if tuple(order.shape) != (columns,):
-        raise CheckpointError(f"g_idx: {list(order.shape)}: must be {[columns]}")
-    if columns and not 0 <= int(order.min()) <= int(order.max()) < num_groups:
-        raise CheckpointError(f"g_idx: from {order.min()} to {order.max()}: must be from 0 to {num_groups - 1}")
-    return order.long()
-
-
-def unpacked(words: npt.NDArray[Any], bits: int, num: int) -> Bytes:
-    """Numbers [..., num] of `bits` bits each from words [..., n], the lowest bits first; they may straddle words."""
-    packed = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 8:
-        return packed[..., :num]
-    if bits == 4:
-        return np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:-1], -1)[..., :num]
-    places = np.unpackbits(packed, axis=-1, count=num * bits, bitorder="little").reshape(*packed.shape[:-1], num, bits)
-    return np.packbits(places, axis=-1, bitorder="little")[..., 0]

@@ -8,13 +8,13 @@ each 16 inputs, 16 scales, bytes as those of fp8.py; then the float32 one, negat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 
 from expertly.core.errors import CheckpointError
-from expertly.formats.fp8 import e2m1_values, fp8_values, moved_values, sign_moved
-from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat, torch, transposed
+from expertly.formats.fp8 import moved_values, sign_moved
+from expertly.formats.matrix import Bytes, Matrix, e2m1_values, fp8_values, torch
+from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat, transposed
 
 _GROUP = 128
 _CODES_NBYTES = TILE_OUTPUTS * _GROUP // 2
@@ -27,23 +27,15 @@ class Nvfp4Format(TiledFormat):
     group = _GROUP
     tile_nbytes = _CODES_NBYTES + _SCALES_NBYTES + 4
 
-    def __init__(self, suffixes: tuple[str, ...], whole: tuple[int, ...] = (), is_factor: bool = True) -> None:
-        """`whole`: the shape of the matrix's scale in a checkpoint."""
-        self.suffixes, self._whole, self._is_factor = suffixes, whole, is_factor
-
-    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        return (("U8",), (rows, columns // 2)), (("F8_E4M3",), (rows, columns // 16)), (("F32",), self._whole)
-
-    def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
-        codes, scales, whole = tensors
-        size = float(whole.reshape(()))
-        if not 2.0**-100 < size < 2.0**100:
-            raise CheckpointError(f"{self.suffixes[2]}: {size:g}: must be between 2^-100 and 2^100")
-        fp8_values(scales)
-        signed = np.array([size if self._is_factor else -size], np.float32).view(np.uint8)
-        shape = rows, columns // _GROUP, -1
-        of_groups = sign_moved(scales.view(torch.uint8).numpy()).reshape(shape)
-        return codes.numpy().reshape(shape), of_groups, np.broadcast_to(signed, (*shape[:2], 4))
+    def parts_of(self, matrix: Matrix) -> tuple[Bytes, ...]:
+        factor = 1.0 if matrix.factor is None else matrix.factor
+        if not 2.0**-100 < abs(factor) < 2.0**100:
+            raise CheckpointError(f"the scale of the matrix is {abs(factor):g}: must be between 2^-100 and 2^100")
+        fp8_values(matrix.scales)
+        numbers = matrix.numbers.numpy().reshape(len(matrix.numbers), -1, _GROUP // 2)
+        scales = sign_moved(matrix.scales.view(torch.uint8).numpy()).reshape(*numbers.shape[:2], -1)
+        whole = np.array([factor], np.float32).view(np.uint8)
+        return numbers, scales, np.broadcast_to(whole, (*numbers.shape[:2], 4))
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
         codes, scales, whole = parts
@@ -59,5 +51,4 @@ class Nvfp4Format(TiledFormat):
         return e2m1_values(rows) * factors.repeat_interleave(16, -1)
 
 
-nvfp4_form = cache(Nvfp4Format)
-NVFP4 = nvfp4_form((".weight", ".weight_scale", ".weight_scale_2"))
+NVFP4 = Nvfp4Format()

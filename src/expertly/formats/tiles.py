@@ -9,33 +9,17 @@ and padding. A linear layer's matrix by itself is blocks of 16 outputs by all in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from expertly.core.errors import CheckpointError, ConfigError
+from expertly.core.errors import ConfigError
 from expertly.core.geometry import PAGE_NBYTES, SECTOR_NBYTES, LayerGeometry
-
-if TYPE_CHECKING:
-    import torch as torch
-else:
-
-    class _Torch:
-        """torch, imported when it is first asked for something: `expertly --help` names formats without it."""
-
-        def __getattr__(self, name: str) -> Any:
-            import torch
-
-            return getattr(torch, name)
-
-    torch = _Torch()
+from expertly.formats.matrix import Bytes, Matrix, torch
 
 TILE_OUTPUTS = 16
-
-Bytes = npt.NDArray[np.uint8]
 
 _LEAST_SHARE = 200
 """Bytes of a block to one of padding, at least."""
@@ -55,16 +39,11 @@ class TiledFormat(Protocol):
     group: int
     """G, a multiple of 16."""
     tile_nbytes: int
-    suffixes: tuple[str, ...]
-    """Endings of the names of the tensors that are a matrix's parts."""
 
-    def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
-        """The parts of a matrix from its tensors, in the order of `suffixes`. Raises CheckpointError for a value that
-        is no number (NaN, infinity) or beyond the format.
+    def parts_of(self, matrix: Matrix) -> tuple[Bytes, ...]:
+        """The parts of a matrix. Raises CheckpointError for a value that is no number (NaN, infinity) or beyond the
+        format.
         """
-
-    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        """The accepted dtypes (safetensors' names) and the shape of each of its tensors."""
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
         """[..., tile_nbytes] from parts [..., 16, n]."""
@@ -90,29 +69,6 @@ class TiledFormat(Protocol):
         """The inverse of `pack`: float32 weights [rows, columns], on the device of the blocks."""
         tiles = self.decode_tiles(blocks.unflatten(-1, (-1, self.tile_nbytes)))  # [blocks, tiles, 16, G]
         return tiles.transpose(1, 2).reshape(TILE_OUTPUTS * len(blocks), -1)
-
-    def matrices(self, names: Iterable[str], what: str) -> list[tuple[str, ...]]:
-        """Groups a parameter's tensors by matrix (gate and up may be apart), in the order of `suffixes`."""
-        plain = {name.removesuffix("$"): name for name in names}
-        stems = dict.fromkeys(name.removesuffix(end) for name in plain for end in self.suffixes if name.endswith(end))
-        for name in (stem + end for stem in stems or ("",) for end in self.suffixes):
-            if name not in plain:
-                raise CheckpointError(f"{what}: no tensor {name}; {self.name} needs one")
-        return [tuple(plain[stem + end] for end in self.suffixes) for stem in stems]
-
-    def check_shapes(
-        self, tensors: Mapping[str, tuple[str, tuple[int, ...]]], rows: int, columns: int, what: str
-    ) -> None:
-        """Raises CheckpointError where a parameter's tensors, as (dtype, shape) by name, do not fit this format."""
-        matrices = self.matrices(tensors, what)
-        for names in matrices:
-            for name, (dtypes, shape) in zip(names, self.shapes(rows // len(matrices), columns), strict=True):
-                dtype, stored = tensors[name]
-                if dtype not in dtypes or stored != shape:
-                    raise CheckpointError(
-                        f"{what}: {name.removesuffix('$')}: {dtype} {list(stored)} an expert; must be "
-                        f"{' or '.join(dtypes)} {list(shape)}, as config.json has it in {self.name}"
-                    )
 
 
 class RoundingFormat(TiledFormat, Protocol):

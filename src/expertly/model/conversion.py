@@ -1,14 +1,13 @@
 """From a checkpoint's tensors to a model's parameters and to an expert's bytes, by transformers' conversion mapping.
 
-Only this file and dequantizer.py use `transformers.core_model_loading`, `conversion_mapping` and the quantizers. None
-of these is a stable interface: it is tested with the oldest and the newest accepted version of transformers.
+Only this file and dequantizer.py use `transformers.core_model_loading` and `conversion_mapping`. None of these is a
+stable interface: it is tested with the oldest and the newest accepted version of transformers.
 E experts, H hidden, I intermediate, M matrices of an expert.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import re
 from collections import Counter
@@ -20,21 +19,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 from transformers.modeling_utils import str_to_torch_dtype
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.formats import LAYOUTS, expert_format, layout_of
-from expertly.formats.gguf import OF_GGUF_TYPE
-from expertly.formats.layouts import Layout
-from expertly.formats.mxfp4 import MXFP4
+from expertly.formats.layouts import Header, Layout
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
-from expertly.model.dequantizer import extended
-from expertly.model.structure import ExpertsSite, first_line, quiet
+from expertly.model.dequantizer import Dequantize, extended, plain_name
+from expertly.model.structure import ExpertsSite, first_line
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
-
-QUANT_METHODS = (*LAYOUTS, MXFP4.name)
-"""Quantisations that packing can undo, mxfp4 with transformers' operations, the others with our own code."""
 
 _REFUSED = {
     "bitsandbytes": "NF4, FP4 or LLM.int8, in blocks that only bitsandbytes decodes",
@@ -80,25 +73,26 @@ class Group:
     @property
     def is_rowwise(self) -> bool:
         """Whether row e of the parameter depends on the e-th tensors, or row e of a tensor, alone."""
-        known = ("Concatenate", "ConcatenateRows", "Transpose", "Interleave", "Mxfp4Dequantize", "Dequantize")
+        known = ("Concatenate", "ConcatenateRows", "Transpose", "Interleave", "Dequantize")
         return all(
-            one.dim == 0
-            if type(one).__name__ == "MergeModulelist"
-            else type(one).__name__ in known and all(getattr(one, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
-            for one in self.operations
+            operation.dim == 0
+            if type(operation).__name__ == "MergeModulelist"
+            else type(operation).__name__ in known
+            and all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
+            for operation in self.operations
         )
 
     @property
     def is_dequantized(self) -> bool:
-        return any(_is_dequantizing(operation) for operation in self.operations)
+        return any(isinstance(operation, Dequantize) for operation in self.operations)
 
     @property
     def is_stacked(self) -> bool:
         """Whether an expert's rows are those of its dequantised tensors, stacked in the order of `patterns`."""
         places = {"MergeModulelist": 0, "Concatenate": 1, "ConcatenateRows": 1}
         return all(
-            _is_dequantizing(one) or places.get(type(one).__name__) == getattr(one, "dim", None)
-            for one in self.operations
+            isinstance(operation, Dequantize) or places.get(type(operation).__name__) == getattr(operation, "dim", None)
+            for operation in self.operations
         )
 
     @property
@@ -120,64 +114,86 @@ class Group:
         )
 
 
-def _is_dequantizing(operation: Any) -> bool:
-    return getattr(operation, "hf_quantizer", None) is not None
-
-
-def make_quantizer(quantization: object, dtype: str) -> Any | None:
+def make_layout(quantization: object, dtype: str) -> Layout | None:
     """What undoes `config.quantization_config` for a model in `dtype`, or None. Raises UnsupportedModelError."""
     if not quantization:
         return None
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    accepted = f"supported: none, {', '.join(QUANT_METHODS)}"
-    if method not in QUANT_METHODS:
+    if not isinstance(quantization, dict) or not isinstance(method, str) or method not in LAYOUTS:
         kind = f" ({_REFUSED[method]})" if isinstance(method, str) and method in _REFUSED else ""
         raise UnsupportedModelError(
             f"quantization_config.quant_method={method!r:.80}{kind}: packing cannot undo it, whatever the dtype; "
-            f"{accepted}; or give an unquantised checkpoint of the model"
+            f"supported: none, {', '.join(LAYOUTS)}; or give an unquantised checkpoint of the model"
         )
-    assert isinstance(quantization, dict)
-    if method in LAYOUTS:
-        return layout_of(quantization, dtype)
-    try:
-        with quiet():
-            return AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
-    except Exception as error:  # the quantizers' own code, and the validators of their configs
-        reason = f"quantization_config={quantization!r:.80}: {first_line(error)}"
-        raise UnsupportedModelError(f"{reason}; {accepted}") from error
+    return layout_of(quantization, dtype)
 
 
 class Conversion:
     """transformers' mapping for one model, from checkpoint names to parameters."""
 
-    def __init__(self, model: PreTrainedModel, quantizer: Any | None = None) -> None:
-        self._model = model
-        self._quantizer = quantizer
-        if isinstance(quantizer, Layout):
-            transforms = extended(conversion_mapping.get_model_conversion_mapping(model), quantizer)
-        else:
-            transforms = conversion_mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    def __init__(self, model: PreTrainedModel, layout: Layout | None = None) -> None:
+        self._model, self._layout = model, layout
+        transforms = conversion_mapping.get_model_conversion_mapping(model)
+        transforms = transforms if layout is None else extended(transforms, layout)
         self._renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
         self._converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
         self._of_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
         self.parameters = model.state_dict()
 
-    def form_of(self, group: Group, checkpoint: Checkpoint) -> TiledFormat | None:
-        """The format that keeps the bytes of all a group's matrices; None where there is none, or they are changed."""
-        refs = {name: checkpoint.tensors[name] for name in (group.sources[pattern][0] for pattern in group.patterns)}
-        if not (group.is_dequantized and group.is_stacked) or all(ref.dtype in IS_FLOAT for ref in refs.values()):
-            return None
-        if not isinstance(self._quantizer, Layout):
-            return MXFP4 if all(name.endswith(MXFP4.suffixes) for name in refs) else None
-        is_of_all = len(self.shape(group.target)) == 3 and not group.is_per_expert  # experts in one tensor
-        headers = {name: (ref.dtype, ref.shape[is_of_all:]) for name, ref in refs.items()}
-        forms = {self._quantizer.form_of(stem, each) for stem, each in self._quantizer.matrices(headers).items()}
-        return forms.pop() if len(forms) == 1 else None
+    def keeps_rows(self, group: Group) -> bool:
+        """Whether a parameter's (or an expert's) rows are those of its group's matrices, one below another."""
+        return group.is_dequantized and group.is_stacked
 
-    @property
-    def must_keep(self) -> bool:
-        """Whether experts whose sizes are not whole tiles are refused rather than converted."""
-        return not isinstance(self._quantizer, Layout)
+    def matrices(self, group: Group, checkpoint: Checkpoint) -> dict[str, dict[str, Header]]:
+        """Of each matrix of a group that keeps rows, or of one expert's, the tensors' headers by ending."""
+        assert self._layout is not None
+        is_of_all = len(self.shape(group.target)) == 3 and not group.is_per_expert  # experts in one tensor
+        refs = {name: checkpoint.tensors[name] for name in (group.sources[pattern][0] for pattern in group.patterns)}
+        return self._layout.matrices({name: (ref.dtype, ref.shape[is_of_all:]) for name, ref in refs.items()})
+
+    def forms(self, group: Group, checkpoint: Checkpoint) -> list[TiledFormat]:
+        """The format of each matrix that keeps its bytes; empty where one has none, or they are changed."""
+        if self._layout is None or not self.keeps_rows(group):
+            return []
+        matrices = self.matrices(group, checkpoint)
+        if any(dtype in IS_FLOAT for tensors in matrices.values() for dtype, _ in list(tensors.values())[:1]):
+            return []
+        forms = [self._layout.form_of(stem, tensors) for stem, tensors in matrices.items()]
+        return [form for form in forms if form is not None] if None not in forms else []
+
+    def check_sizes(self, group: Group, checkpoint: Checkpoint, rows: int, columns: int) -> None:
+        """Raises CheckpointError where a group's matrices are not those of a parameter [rows, columns]."""
+        assert self._layout is not None
+        matrices = self.matrices(group, checkpoint)
+        for stem, tensors in matrices.items():
+            size, expected = self._layout.check(stem, tensors), [rows // len(matrices), columns]
+            if size != expected:
+                raise CheckpointError(
+                    f"{checkpoint.folder}: tensor '{stem}{next(iter(tensors))}' is of {size} weights; must be "
+                    f"{expected}, as config.json has it"
+                )
+
+    def parts(
+        self, forms: Sequence[TiledFormat], group: Group, tensors: Tensors, expert: int | None = None
+    ) -> list[tuple[Bytes, ...]]:
+        """The parts of each of a group's matrices, in `forms`, from its tensors (of an expert). Raises CheckpointError
+        naming them.
+        """
+        assert self._layout is not None
+        is_of_all = expert is not None and not group.is_per_expert
+        matrices = self._layout.matrices({plain_name(pattern): pattern for pattern in group.patterns})
+        parts = []
+        for form, patterns in zip(forms, matrices.values(), strict=True):
+            stored = {ending: tensors[pattern][0] for ending, pattern in patterns.items()}
+            try:
+                parts.append(form.parts_of(self._layout.read({e: t[0] if is_of_all else t for e, t in stored.items()})))
+            except CheckpointError as error:
+                sources = [name for pattern in patterns.values() for name in group.sources[pattern]]
+                if expert is not None and group.is_per_expert:
+                    sources = sources[expert :: len(sources) // len(patterns)]
+                label = "" if expert is None else f"expert {expert} of "
+                raise CheckpointError(f"{label}{', '.join(sources)}: {error}") from None
+        return parts
 
     def target(self, name: str) -> tuple[str, str | None]:
         """The (first) parameter that a checkpoint tensor makes, and the converter's pattern that it matches."""
@@ -191,7 +207,7 @@ class Conversion:
         """Groups by their (first) parameter, and the names that transformers would ignore."""
         groups: dict[str, Group] = {}
         unexpected = []
-        ignored = self._quantizer.ignored if isinstance(self._quantizer, Layout) else ()
+        ignored = () if self._layout is None else self._layout.ignored
         for name in sorted(names, key=core_model_loading.dot_natural_key):
             if name.endswith(ignored):
                 continue
@@ -265,7 +281,7 @@ class Conversion:
                 converter.add_tensor(group.target, group.target, pattern, tensor)
         model = _OneRow(self._model) if is_one_row else self._model
         try:
-            made = converter.convert(group.target, model=model, config=self._model.config, hf_quantizer=self._quantizer)
+            made = converter.convert(group.target, model=model, config=self._model.config)
         except (ValueError, RuntimeError, KeyError, IndexError, AttributeError, TypeError) as error:
             converter.collected_tensors.clear()
             raise CheckpointError(
@@ -309,11 +325,11 @@ class ExpertsReader:
         checkpoint: Checkpoint,
         conversion: Conversion,
         groups: dict[str, Group],
-        kept: str,
+        kept: bool,
         rounding: RoundingFormat | None = None,
     ) -> None:
-        """Checks counts, dtypes and shapes of all experts from the headers. `kept`: the weight format whose experts are
-        not decoded, or "". Raises CheckpointError, or ConfigError where sizes do not fit the format of `rounding`.
+        """Checks counts, dtypes and shapes of all experts from the headers. `kept`: whether their bytes are, where a
+        format can. Raises CheckpointError, or ConfigError where sizes do not fit the format of `rounding`.
         """
         self._site, self._checkpoint, self._conversion = site, checkpoint, conversion
         self._groups: dict[str, Group] = {}
@@ -325,15 +341,14 @@ class ExpertsReader:
                 reason = conversion.why_missing(checkpoint, target, num_experts)
                 raise CheckpointError(f"{checkpoint.folder}: no tensor for {target}: {reason}")
             self._groups[target] = group
-        self._format = self._format_of(kept) if kept else None
+        self._forms: dict[str, list[TiledFormat]] = {}
+        self._format = self._kept_format() if kept else None
         self._rounding = rounding
         stored_in = self._format if rounding is None else expert_format(rounding.name)
         try:
             self.geometry = site.geometry if stored_in is None else stored_in.geometry(site.geometry)
         except ConfigError as error:
-            if rounding is not None:
-                raise ConfigError(f"quantize: {site.name}: {error}") from None
-            raise CheckpointError(f"{site.name}: {error}; or name a dtype, which undoes it") from None
+            raise ConfigError(f"quantize: {site.name}: {error}") from None
         for target, group in self._groups.items():
             self._check(target, group)
         self._check_layout()
@@ -388,35 +403,36 @@ class ExpertsReader:
 
     def _kept(self, form: ExpertFormat, expert: int) -> Iterator[Bytes]:
         first, second = self._site.expert_weight_names(expert)
-        inner = self._parts(form.inner(self.geometry.num_matrices), first, expert)
+        inner, (down,) = (self._parts(target, expert) for target in (first, second))
         if len(inner) == 1:  # of gate and up, or there is no gate
             (fused,) = inner
             rows = self._inner_rows(len(fused[0]), self._site.is_concatenated)
             inner = [tuple(part[some] for part in fused) for some in rows]
-        (down,) = self._parts((form.down,), second, expert)
         return form.pack(inner, down)
 
-    def _format_of(self, kept: str) -> ExpertFormat | None:
-        """The checkpoint's format, if transformers does nothing with its experts but dequantise them; else None."""
-        groups, refs = self._groups, self._checkpoint.tensors
-        if not self._checkpoint.gguf:
-            names = zip(*map(self._site.expert_weight_names, range(self._site.geometry.num_experts)), strict=True)
-            forms = [{self._conversion.form_of(groups[name], self._checkpoint) for name in each} for each in names]
-            inner, down = (each.pop() if len(each) == 1 else None for each in forms)
-            if inner is None or down is None:
-                return None
-            form = ExpertFormat(inner, inner, down)
-            return form if self._conversion.must_keep or form.fits(self._site.geometry) else None
-        dtypes = {name: refs[name].dtype for group in groups.values() for name in group.names}
-        for name, dtype in dtypes.items():
-            if dtype not in OF_GGUF_TYPE and dtype not in IS_FLOAT:
-                accepted = ", ".join((*sorted(IS_FLOAT), *OF_GGUF_TYPE))
-                raise CheckpointError(f"{self._checkpoint.folder}: {name}: in {dtype}; accepted: {accepted}")
-        if any(dtype in IS_FLOAT for dtype in dtypes.values()):
+    def _parts(self, target: str, expert: int) -> list[tuple[Bytes, ...]]:
+        group = self._groups[target]
+        tensors = read_group(self._checkpoint, group, expert, as_bytes=True)
+        return self._conversion.parts(self._forms[target], group, tensors, expert)
+
+    def _kept_format(self) -> ExpertFormat | None:
+        """The checkpoint's format, if nothing is done with its experts but dequantise them, all from the same; else
+        None.
+        """
+        of_experts = {target: self._conversion.forms(group, self._checkpoint) for target, group in self._groups.items()}
+        pairs = [self._site.expert_weight_names(expert) for expert in range(self._site.geometry.num_experts)]
+        first, second = ([of_experts[target] for target in targets] for targets in zip(*pairs, strict=True))
+        if not (
+            first[0]
+            and second[0]
+            and all(forms == first[0] for forms in first)
+            and all(forms == second[0] for forms in second)
+        ):
             return None
-        of_inner, of_down = (groups[target] for target in self._site.expert_weight_names(0))
-        gate, *_, up = 2 * [OF_GGUF_TYPE[refs[of_inner.sources[one][0]].dtype] for one in of_inner.patterns]
-        return ExpertFormat(gate, up, OF_GGUF_TYPE[refs[of_down.names[0]].dtype])
+        gate, *_, up = 2 * first[0]
+        form = ExpertFormat(gate, up, second[0][0])
+        self._forms = of_experts
+        return form if form.fits(self._site.geometry) else None
 
     def _rounded(self, form: RoundingFormat, expert: int, dtype: torch.dtype) -> Iterator[Bytes]:
         """The blocks of an expert with each weight rounded to a number of the format."""
@@ -434,11 +450,6 @@ class ExpertsReader:
             return tuple(np.concatenate(pieces) for pieces in zip(*encoded, strict=True))
 
         return expert_format(form.name).pack([parts(matrix) for matrix in inner], parts(down.T))
-
-    def _parts(self, forms: Sequence[TiledFormat], target: str, expert: int) -> list[tuple[Bytes, ...]]:
-        group = self._groups[target]
-        tensors = read_group(self._checkpoint, group, expert, as_bytes=True)
-        return parts_of(forms, group, tensors, *self._rows_and_columns(target), expert=expert)
 
     def _rows_and_columns(self, target: str) -> tuple[int, int]:
         rows, columns = self._conversion.shape(target)[-2:]
@@ -479,19 +490,8 @@ class ExpertsReader:
             if problem:
                 raise CheckpointError(f"{folder}: {self._site.name}{problem}")
             self._check_alike(names, group)
-        forms: Sequence[TiledFormat] = ()
-        if self._format is not None:
-            is_down = target == self._site.expert_weight_names(0)[1]
-            forms = (self._format.down,) if is_down else self._format.inner(self.geometry.num_matrices)
-        elif group.is_dequantized and all(name.endswith(MXFP4.suffixes) for name in group.names):
-            forms = (MXFP4,)  # transformers decodes any dtypes, and asserts shapes
-        if forms:
-            refs = {p: self._checkpoint.tensors[group.sources[p][0]] for p in group.patterns}
-            shapes = {p: (ref.dtype, ref.shape if group.is_per_expert else ref.shape[1:]) for p, ref in refs.items()}
-            (rows, columns), label = self._rows_and_columns(target), f"{folder}: {target}"
-            matrices = forms[0].matrices(shapes, label)
-            for form, parts in zip(itertools.cycle(forms), matrices, strict=False):
-                form.check_shapes({part: shapes[part] for part in parts}, rows // len(matrices), columns, label)
+        if self._conversion.keeps_rows(group):
+            self._conversion.check_sizes(group, self._checkpoint, *self._rows_and_columns(target))
         elif not group.is_dequantized:
             self._check_made(target, group)
 
@@ -592,26 +592,6 @@ def read_group(checkpoint: Checkpoint, group: Group, expert: int | None = None, 
         pattern: [read_tensor(checkpoint, name, row, as_bytes=as_bytes) for name in names]
         for pattern, names in sources.items()
     }
-
-
-def parts_of(
-    forms: Sequence[TiledFormat], group: Group, tensors: Tensors, rows: int, columns: int, expert: int | None = None
-) -> list[tuple[Bytes, ...]]:
-    """Of each matrix of a parameter [rows, columns] (of an expert) the parts, from its group's `tensors`; `forms` are
-    those of the first matrix, the second, and so on, in turns. Raises CheckpointError.
-    """
-    matrices = forms[0].matrices(group.patterns, group.target)
-    parts = []
-    for form, names in zip(itertools.cycle(forms), matrices, strict=False):
-        try:
-            parts.append(form.parts_of([tensors[name][0] for name in names], rows // len(matrices), columns))
-        except CheckpointError as error:
-            sources = [one for name in names for one in group.sources[name]]
-            if expert is not None and group.is_per_expert:
-                sources = sources[expert :: len(sources) // len(names)]
-            label = "" if expert is None else f"expert {expert} of "
-            raise CheckpointError(f"{label}{', '.join(sources)}: {error}") from None
-    return parts
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:

@@ -56,12 +56,16 @@ def _ending(suffix: str) -> str:
     return suffix.replace(".", r"\.") + "$"
 
 
+def plain_name(pattern: str) -> str:
+    """The name in a pattern that `extended` made of it."""
+    return pattern.removesuffix("$").replace(r"\.", ".")
+
+
 class Dequantize(ConversionOps):  # type: ignore[misc]
     """The operation of a layout. `is_alone`: its result is the parameter; no other operation follows."""
 
-    def __init__(self, hf_quantizer: Layout, is_alone: bool = False) -> None:
-        self.hf_quantizer = hf_quantizer
-        self._is_alone = is_alone
+    def __init__(self, layout: Layout, is_alone: bool = False) -> None:
+        self._layout, self._is_alone = layout, is_alone
 
     @torch.no_grad()
     def convert(
@@ -72,12 +76,8 @@ class Dequantize(ConversionOps):  # type: ignore[misc]
         full_layer_name: str = "",
         **others: Any,
     ) -> dict[str, Any]:
-        names = {
-            pattern.removesuffix("$").replace(r"\.", "."): pattern
-            for pattern in source_patterns
-            if pattern in input_dict
-        }
-        layout = self.hf_quantizer
+        names = {plain_name(pattern): pattern for pattern in source_patterns if pattern in input_dict}
+        layout = self._layout
         made = {pattern: input_dict[pattern] for name, pattern in names.items() if layout.split(name) is None}
         for matrix in layout.matrices(names).values():
             tensors = map(input_dict.__getitem__, matrix.values())

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, core_model_loading
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
-from expertly.formats.gguf import OF_GGUF_TYPE
+from expertly.formats.gguf import OF_GGUF_TYPE, GgufLayout
 from expertly.model.conversion import Conversion, Group, Tensors
 from expertly.model.gguf_architectures import ARCHITECTURES, ROWS, TensorStep, fields_of, known_architectures
 from expertly.model.gguf_words import check_words, special_tokens, tokenizer_folder
@@ -140,6 +140,7 @@ class GgufConversion(Conversion):
         import gguf
 
         super().__init__(model)
+        self._layout = GgufLayout()
         self._row = ARCHITECTURES[architecture]
         kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         self._map = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
@@ -205,6 +206,9 @@ class GgufConversion(Conversion):
             if (group.converter is None and len(group.names) > 1) or len(group.patterns) < len(group.sources):
                 raise CheckpointError(f"tensors {', '.join(group.names[:3])}: all claim to be {group.target}")
         return groups, unexpected
+
+    def keeps_rows(self, group: Group) -> bool:
+        return not isinstance(group.converter, _Undo) or group.converter.step.is_of_rows
 
     def row_order(self, group: Group) -> torch.Tensor | None:
         """Which rows of its tensors, one below another, are those of a parameter, where a step changes nothing else."""

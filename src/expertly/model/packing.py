@@ -21,8 +21,7 @@ from expertly.core.units import format_nbytes
 from expertly.core.untrusted import CONFIG, check_model_files, read_json_object
 from expertly.data import demo_folder
 from expertly.formats import FORMATS, format_of, rounding_format
-from expertly.formats.gguf import OF_GGUF_TYPE
-from expertly.formats.layouts import Layout
+from expertly.formats.gguf import GgufLayout
 from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat
 from expertly.model.conversion import (
     ACCEPTED,
@@ -30,8 +29,7 @@ from expertly.model.conversion import (
     ExpertsReader,
     Group,
     cast,
-    make_quantizer,
-    parts_of,
+    make_layout,
     read_group,
     to_bytes,
 )
@@ -312,19 +310,19 @@ class Packing:
         """Plans everything from config and headers. Raises CheckpointError."""
         self._checkpoint, self._weights, dtype = checkpoint, weights, weights.dtype
         rounding = rounding_format(weights.rounded_to) if weights.rounded_to else None
-        kept = weights.format if rounding is None else ""
+        kept = bool(weights.format) and rounding is None
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         with _named(checkpoint):
-            quantizer = make_quantizer(checkpoint.config.get("quantization_config"), dtype)
-            if isinstance(quantizer, Layout):
-                check_matrices(quantizer, checkpoint.tensors)
+            layout = GgufLayout() if checkpoint.gguf else make_layout(checkpoint.config.get(_QUANTIZATION), dtype)
+            if layout is not None:
+                check_matrices(layout, checkpoint.tensors)
         model = build_meta_model(config_of(checkpoint), self._torch_dtype)
         self._kept, self._model = kept, model
         self._plain = self._conversion = Conversion(model)
         if checkpoint.gguf:
             self._conversion = GgufConversion(model, checkpoint.gguf)
-        elif quantizer is not None:
-            self._conversion = Conversion(model, quantizer)
+        elif layout is not None:
+            self._conversion = Conversion(model, layout)
         groups, self._unexpected = self._conversion.groups(checkpoint.tensors)
         self._sites = find_experts(model, ITEMSIZE[dtype])
         made = self._conversion
@@ -443,24 +441,16 @@ class Packing:
             or not can_be_tiled(model.get_submodule(path))
         ):
             return None
-        refs = {pattern: self._checkpoint.tensors[group.sources[pattern][0]] for pattern in group.patterns}
-        form: TiledFormat | None = None
-        if self._checkpoint.gguf:
-            types = {ref.dtype for ref in refs.values()}
-            are_rows = group.converter is None or self._conversion.row_order(group) is not None
-            form = OF_GGUF_TYPE.get(types.pop()) if are_rows and len(types) == 1 else None
-        else:
-            form = self._conversion.form_of(group, self._checkpoint)
-        if form is None:
+        forms = self._conversion.forms(group, self._checkpoint)
+        if not forms or any(form is not forms[0] for form in forms):
             return None
         rows, columns = self._conversion.shape(group.target)
         try:
-            form.block_nbytes_of(rows, columns)
-            tensors = {pattern: (ref.dtype, ref.shape) for pattern, ref in refs.items()}
-            form.check_shapes(tensors, rows, columns, group.target)
-        except (ConfigError, CheckpointError):  # not in whole tiles, or not quantised: dequantising says what is wrong
+            forms[0].block_nbytes_of(rows, columns)
+            self._conversion.check_sizes(group, self._checkpoint, rows, columns)
+        except (ConfigError, CheckpointError):  # not in whole tiles: dequantising says what is wrong
             return None
-        return form
+        return forms[0]
 
     def _dense_name(self, group: Group) -> str:
         """A name that an unquantised checkpoint could have for the group's parameter."""
@@ -478,7 +468,7 @@ class Packing:
         form = self._dense_forms.get(group.target.removesuffix(".weight"))
         if form is not None:
             tensors = read_group(self._checkpoint, group, as_bytes=True)
-            matrices = parts_of((form,), group, tensors, *self._conversion.shape(group.target))
+            matrices = self._conversion.parts(self._conversion.forms(group, self._checkpoint), group, tensors)
             parts = [np.concatenate(several) for several in zip(*matrices, strict=True)]
             order = self._conversion.row_order(group)
             parts = parts if order is None else [part[order.numpy()] for part in parts]
