@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+import expertly
 from expertly.formats import layout_of
 from expertly.model.packing import pack
 from expertly.store.packed import PackedStore
-from tests.families import load_reference
+from tests.engine.observe import loaded
+from tests.families import generate, load_reference, logits_of, make_prompts
 from tests.formats.gguf_files import load_gguf
 from tests.model.checkpoints import load_dequantised, read_tensors, set_config, write_checkpoint
 
@@ -45,6 +48,50 @@ def load_gptq(source: Path, dtype: torch.dtype | None = None) -> PreTrainedModel
     assert len(plain) + (len(layout.suffixes) - 1) * sum(name.endswith(".qweight") for name in tensors) == len(tensors)
     folder = write_checkpoint(source.with_name(f"{source.name}-plain"), plain, source, quantization_config=None)
     return load_reference(folder, dtype=dtype)
+
+
+SYSTEMS = [(system, memory, 1) for system in ("lru", "expertly-ahead") for memory in ("25%", "100%")]
+
+
+def assert_computes(
+    folder: Path,
+    reference: PreTrainedModel,
+    usages: Sequence[tuple[str, str, int]] = SYSTEMS,
+    length: int = 14,
+    near: float = 2e-5,
+) -> list[dict[str, Any]]:
+    """A store's tokens and logits are the reference's, by each system in so much memory with so many parts of experts;
+    their statistics.
+    """
+    prompts, said = make_prompts(2, length=length), []
+    tokens, logits = generate(reference, prompts), logits_of(reference, prompts)
+    for system, memory, segments in usages:
+        with loaded(folder, memory=memory, system=system, segments=segments) as model:
+            assert generate(model, prompts) == tokens, f"{system} {memory} P={segments}"
+            assert generate(model, prompts[:1]) == tokens[:1]
+            torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=near * logits.abs().max())
+            said.append(expertly.stats(model).as_dict())
+        assert memory == "100%" or said[-1]["phases"]["decode"]["bytes_loaded"] > 0
+    return said
+
+
+def assert_is_the_same(path: Path, reference: Any, store: Path, near: float = 1e-4) -> None:
+    """Logits of prompts and of decode steps, and greedy tokens, are the reference's."""
+    prompts = make_prompts(1, length=40)
+    logits, tokens = logits_of(reference, prompts), generate(reference, prompts)
+    steps = decoded(reference, prompts[0], tokens[0])
+    with loaded(pack(path, store).folder, memory="50%") as model:
+        assert generate(model, prompts) == tokens
+        for made, expected in ((logits_of(model, prompts), logits), (decoded(model, prompts[0], tokens[0]), steps)):
+            torch.testing.assert_close(made, expected, rtol=1e-4, atol=near * logits.abs().max())
+
+
+def decoded(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Logits [steps, V] of tokens after a prompt, one at a time through the cache."""
+    with torch.no_grad():
+        cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
+        steps = [model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits for token in tokens]
+    return torch.cat(steps)[:, -1]
 
 
 class Packed:

@@ -6,55 +6,32 @@ The files are written as llama.cpp's converter writes them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from expertly.core.errors import CheckpointError
 from expertly.model.gguf_architectures import ARCHITECTURES
 from expertly.model.packing import pack
-from tests.engine.observe import loaded
-from tests.families import generate, logits_of, make_prompts
 from tests.formats import gguf_files
 from tests.formats.gguf_files import WORDS, make_gguf
 from tests.formats.gguf_models import CASES, make_model, write_model
+from tests.formats.references import assert_is_the_same
 
 SMALL = {"hidden": 64, "intermediate": 32}
-
-
-def is_the_same(path: Path, reference: Any, store: Path) -> None:
-    """Logits of prompts and of decode steps, and greedy tokens, are the reference's."""
-    prompts = make_prompts(1, length=40)
-    logits, tokens = logits_of(reference, prompts), generate(reference, prompts)
-    steps = decoded(reference, prompts[0], tokens[0])
-    with loaded(pack(path, store).folder, memory="50%") as model:
-        assert generate(model, prompts) == tokens
-        near = {"rtol": 1e-4, "atol": 1e-4 * logits.abs().max()}
-        torch.testing.assert_close(logits_of(model, prompts), logits, **near)
-        torch.testing.assert_close(decoded(model, prompts[0], tokens[0]), steps, **near)
-
-
-def decoded(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Logits [steps, V] of tokens after a prompt, one at a time through the cache."""
-    with torch.no_grad():
-        cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
-        steps = [model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits for token in tokens]
-    return torch.cat(steps)[:, -1]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_architecture_is_the_model_of_transformers(name: str, tmp_path: Path) -> None:
     model = make_model(CASES[name])
     path = write_model(tmp_path / "model.gguf", model, CASES[name], "Q8_0")
-    is_the_same(path, model, tmp_path / "store")
+    assert_is_the_same(path, model, tmp_path / "store")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek v3", "granitemoe, shared"])
 def test_so_it_is_without_quantisation(name: str, tmp_path: Path) -> None:
     model = make_model(CASES[name])
-    is_the_same(write_model(tmp_path / "model.gguf", model, CASES[name]), model, tmp_path / "store")
+    assert_is_the_same(write_model(tmp_path / "model.gguf", model, CASES[name]), model, tmp_path / "store")
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,16 @@ EXPERT = "1.mlp.experts.3.down_proj"
     [
         ("gptq", on(f"{EXPERT}.scales", lambda one: None), rf"{EXPERT}\.\w+': there is no .*down_proj.scales beside"),
         ("autoawq", on("q_proj.qzeros", lambda one: None), r"q_proj\.\w+': there is no .*q_proj\.qzeros beside it"),
-        ("gptq", on("down_proj.scales", lambda one: one[:2]), r"scales.*: F16 \[2, 64\] .*must be .* \[4, 64\]"),
-        ("gptq", on("up_proj.qweight", lambda one: one[:4]), r"qweight.*: I32 \[4, 128\] .*must be I32 \[8, 128\]"),
-        ("autoawq", on("up_proj.qweight", lambda one: one.T), r"\.scales: \[2, 128\]: must be \[2, 512\]"),
-        ("autoawq", on("down_proj.qzeros", lambda one: one[:, :3]), r"qzeros.*: I32 \[4, 3\] .*must be I32 \[4, 8\]"),
-        ("autoawq", on("o_proj.qzeros", lambda one: one[:, :3]), r"\.qzeros: \[2, 3\]: must be \[2, 8\]"),
-        ("gptq", on("lm_head.g_idx", lambda one: one[0]), r"lm_head.g_idx': I32 \[\]: must be I32 or I64 \[n\]"),
+        ("gptq", on("down_proj.scales", lambda one: one[:2]), r"scales': F16 \[2, 64\]: must be \[4, 64\]"),
+        (
+            "gptq",
+            on("up_proj.qweight", lambda one: one[:4]),
+            r"qweight' is of \[128, 32\] w.*; must be \[128, 64\]",
+        ),
+        ("autoawq", on("up_proj.qweight", lambda one: one.T), r"\.scales': F16 \[2, 128\]: must be \[2, 512\]"),
+        ("autoawq", on("down_proj.qzeros", lambda one: one[:, :3]), r"qzeros': I32 \[4, 3\]: must be \[4, 8\]"),
+        ("autoawq", on("o_proj.qzeros", lambda one: one[:, :3]), r"\.qzeros': I32 \[2, 3\]: must be \[2, 8\]"),
+        ("gptq", on("lm_head.g_idx", lambda one: one[0]), r"lm_head.g_idx': I32 \[\]: must be \[64\]"),
         ("gptq", on("lm_head.g_idx", lambda one: one * 2), "lm_head.*g_idx: from 0 to 2: must be from 0 to 1"),
         (
             "gptq",
@@ -130,16 +134,24 @@ EXPERT = "1.mlp.experts.3.down_proj"
         ),
         ("int4", on("1.mlp.experts.3.up_proj.weight_scale", lambda one: None), r"there is no .*up_proj\.weight_scale"),
         ("int4", on("down_proj.weight_shape", lambda one: None), r"there is no .*down_proj\.weight_shape beside it"),
-        ("int4", on("down_proj.weight_scale", lambda one: one[:, :2]), r"\[64, 2\]: must be \[64, 4\], as .*group_0"),
+        (
+            "int4",
+            on("down_proj.weight_scale", lambda one: one[:, :2]),
+            r"\[64, 2\]: must be \[64, 4\] for",
+        ),
         (
             "int4",
             on("down_proj.weight_scale", lambda one: one.double()),
-            r"_scale.*F64: must be BF16 or F16 or F32",
+            r"_scale.*F64 .*: must be BF16 or F16 or F32",
         ),
         ("int4", on("0.down_proj.weight_scale", lambda one: one.half()), r"down_proj\.weight_scale.*unlike"),
         ("int4", on("down_proj.weight_scale", lambda one: one + 1e9), r"a scale of \S+e\+08 in size: must be at most"),
-        ("int4", on("up_proj.weight_packed", lambda one: one[:, :4]), r"weight_scale': \[128, 2\]: must be \[128, 1\]"),
-        ("int4", on("2.up_proj.weight_shape", lambda one: one * 2), r"a shape of \[256, 128\]: must be \[128, 64\]"),
+        (
+            "int4",
+            on("up_proj.weight_packed", lambda one: one[:, :4]),
+            r"_scale': BF16 \[128, 2\]: must be \[128, 1\]",
+        ),
+        ("int4", on("2.up_proj.weight_shape", lambda one: one * 2), r"a shape of \[256, 128\]: must be 128 rows"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(name: str, damage: Any, message: str, tmp_path: Path) -> None:

@@ -141,8 +141,8 @@ def test_a_matrix_by_itself(form: ExpertFormat, library: Any) -> None:
     """Of a linear layer: decoded to the bit, multiplied with its bias added before the product is rounded."""
     kernels, one = Kernels(library, "for a test"), form.up
     rows, columns = 3 * one.group, 2 * one.group
-    tensors, weights = MATRICES[one.name](torch.Generator().manual_seed(1), rows, columns)
-    blocks = torch.from_numpy(one.pack(one.parts_of(tensors, rows, columns)))
+    matrix, weights = MATRICES[one.name](torch.Generator().manual_seed(1), rows, columns)
+    blocks = torch.from_numpy(one.pack(one.parts_of(matrix)))
     assert blocks.shape == (rows // 16, one.block_nbytes_of(rows, columns))
     assert torch.equal(one.decode(blocks), weights)
     formats, dice = (one.kernel, one.kernel, NO_DOWN), torch.Generator().manual_seed(0)

@@ -105,12 +105,12 @@ class Layout:
         size = self.size(stem, tensors)
         for ending, (dtypes, shapes) in self.accepted(stem, tensors, size).items():
             dtype, shape = tensors[ending]
-            if dtype not in dtypes or list(shape) not in map(list, shapes):
-                listed = " or ".join(map(str, map(list, shapes)))
-                raise CheckpointError(
-                    f"tensor '{stem}{ending}': {dtype} {list(shape)}: must be {' or '.join(dtypes)} {listed} for "
-                    f"{size} weights, as config.json has them"
-                )
+            said = f"tensor '{stem}{ending}': {dtype} {list(shape)}: must be"
+            if dtype not in dtypes:
+                raise CheckpointError(f"{said} {' or '.join(dtypes)}")
+            if list(shape) not in map(list, shapes):
+                listed = " or ".join(dict.fromkeys(str(list(each)) for each in shapes))
+                raise CheckpointError(f"{said} {listed} for {size} weights, as config.json has them")
         return size
 
     def split(self, name: str) -> tuple[str, str] | None:

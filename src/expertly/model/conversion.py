@@ -572,15 +572,12 @@ def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None, *, as
     raw, shape = checkpoint.read(name, row), ref.shape if row is None else (1, *ref.shape[1:])
     if not checkpoint.gguf or ref.dtype in IS_FLOAT:
         return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
+    blocks = raw.reshape(*shape[:-1], -1)
     if as_bytes:
-        return torch.from_numpy(raw)
+        return torch.from_numpy(blocks)
     import gguf
 
-    blocks, kind = raw.reshape(math.prod(shape[:-1]), -1), gguf.GGMLQuantizationType[ref.dtype]
-    try:
-        return torch.from_numpy(gguf.quants.dequantize(blocks, kind)).reshape(shape)
-    except NotImplementedError:
-        raise CheckpointError(f"tensors in {ref.dtype}: the package gguf cannot dequantise them") from None
+    return torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[ref.dtype]))
 
 
 def read_group(checkpoint: Checkpoint, group: Group, expert: int | None = None, *, as_bytes: bool = False) -> Tensors:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, core_mod
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.formats.gguf import OF_GGUF_TYPE, GgufLayout
 from expertly.model.conversion import Conversion, Group, Tensors
-from expertly.model.gguf_architectures import ARCHITECTURES, ROWS, TensorStep, fields_of, known_architectures
+from expertly.model.gguf_architectures import ARCHITECTURES, ROWS, STEPS, TensorStep, fields_of, known_architectures
 from expertly.model.gguf_words import check_words, special_tokens, tokenizer_folder
 from expertly.model.structure import of_the_model, quiet
 from expertly.store.checkpoint import Checkpoint, check_claims
@@ -164,12 +164,14 @@ class GgufConversion(Conversion):
             self._add_step(parameter, [f"{layer}{name}" for name in names.split()])
         stem, _, kind = parameter.rpartition(".")
         stem = stem if kind in ("weight", "bias") else parameter
-        known = self._map.get_name(stem) or self._map.get_name(stem.replace("model.", "backbone."))
+        others = stem.replace("model.", "backbone."), stem.replace(".forget_gate.", ".")
+        known = next(filter(None, map(self._map.get_name, (stem, *others))), None)
         for end in () if known is None else (f".{kind}",) if kind in ("weight", "bias") else ("", ".weight", ".bias"):
             self._add_step(parameter, [f"{known}{end}"])
 
     def _add_step(self, parameter: str, names: list[str]) -> None:
-        step = self._row.steps.get(" ".join(_layer(name)[1] for name in names), ROWS if names[1:] else None)
+        steps = {**STEPS, **self._row.steps}
+        step = steps.get(" ".join(_layer(name)[1] for name in names), ROWS if names[1:] else None)
         self._names |= dict.fromkeys(names, parameter)
         if step is not None:
             self._of_pattern |= dict.fromkeys(names, _Undo(tuple(names), step))

@@ -66,21 +66,23 @@ _SECTIONS = _Kind("numbers", lambda value: isinstance(value, GgufList) and not v
 
 
 class _Key(NamedTuple):
-    fields: str  # of configs: the first that a class has is this key's
-    kind: _Kind
-    default: Any = None  # llama.cpp's, or a function of the values before it; None: the key must be there
+    """In a row what differs from _KEYS; a key that is not there must be there, and is no field by itself."""
+
+    fields: str | None = None  # of configs: the first that a class has is this key's; "": see `more`
+    kind: _Kind | Callable[[Values], _Kind] | None = None
+    default: Any = ...  # llama.cpp's, or a function of the values before it; None: the key must be there
 
 
 _KEYS: dict[str, _Key] = {
-    "context_length": _Key("max_position_embeddings model_max_length", _SIZE),
-    "block_count": _Key("num_hidden_layers", _SIZE),
-    "embedding_length": _Key("hidden_size", _SIZE),
-    "attention.head_count": _Key("num_attention_heads", _SIZE),
+    "context_length": _Key("max_position_embeddings model_max_length", _SIZE, None),
+    "block_count": _Key("num_hidden_layers", _SIZE, None),
+    "embedding_length": _Key("hidden_size", _SIZE, None),
+    "attention.head_count": _Key("num_attention_heads", _SIZE, None),
     "attention.head_count_kv": _Key("num_key_value_heads", _SIZE, lambda said: said["attention.head_count"]),
     "attention.key_length": _Key("head_dim", _SIZE, lambda said: _head_dim(said)),
-    "attention.layer_norm_rms_epsilon": _Key("rms_norm_eps norm_eps", _SHARE),
-    "expert_count": _Key("num_experts num_local_experts n_routed_experts moe_num_experts", _SIZE),
-    "expert_used_count": _Key("num_experts_per_tok num_experts_per_token moe_k moe_topk top_k_experts", _SIZE),
+    "attention.layer_norm_rms_epsilon": _Key("rms_norm_eps norm_eps", _SHARE, None),
+    "expert_count": _Key("num_experts num_local_experts n_routed_experts moe_num_experts", _SIZE, None),
+    "expert_used_count": _Key("num_experts_per_tok num_experts_per_token moe_k moe_topk top_k_experts", _SIZE, None),
     "feed_forward_length": _Key(
         "intermediate_size_mlp intermediate_size", _SIZE, lambda said: said["embedding_length"]
     ),
@@ -167,11 +169,12 @@ _LESS_ONE = dict.fromkeys(
     [f"{name}.weight" for name in ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")],
     TensorStep(lambda config, tensor: tensor - 1),
 )
-_STATE_SPACE = {
+STEPS = {
     "ssm_a": TensorStep(lambda config, tensor: tensor.neg().log()),
     "ssm_norm.weight": TensorStep(lambda config, tensor: tensor.flatten()),  # of groups
 }
-_LOG = {"ssm_a": _STATE_SPACE["ssm_a"]}
+"""Of all architectures that have such tensors, but for those in their rows."""
+_CONVOLUTIONS = "ssm_conv1d_q.weight ssm_conv1d_k.weight ssm_conv1d_v.weight"
 
 
 def _by_key_head(config: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -218,12 +221,10 @@ class Architecture:
     """How the metadata and tensors of one architecture become a model of transformers."""
 
     model_type: str
-    fields: Mapping[str, str] = field(default_factory=dict)  # of the config, by key, unlike _KEYS; "": see `more`
-    kinds: Mapping[str, Any] = field(default_factory=dict)  # of keys, unlike _KEYS and _NEUTRAL; or made of the values
+    keys: Mapping[str, _Key | _Kind] = field(default_factory=dict)  # unlike _KEYS and _NEUTRAL
     vectors: Mapping[str, Callable[[float], bool]] = field(default_factory=dict)  # tensors that `more` needs
-    defaults: Values = field(default_factory=dict)  # llama.cpp's for keys that are missing, unlike _KEYS
     fixed: Values = field(default_factory=dict)  # fields that llama.cpp has in its code
-    has: Mapping[str, str] = field(default_factory=dict)  # fields that say whether layers have a tensor of this name
+    has: Mapping[str, str] = field(default_factory=dict)  # beside _HAS
     more: Callable[[Values], Values] = lambda said: {}  # further fields
     parameters: Mapping[str, str] = field(default_factory=dict)  # tensors by a parameter's name, beside the package's
     steps: Mapping[str, TensorStep] = field(default_factory=dict)  # by tensors of a layer, in the step's order
@@ -234,42 +235,70 @@ class Architecture:
     pre: tuple[str, ...] = ()  # how its text is split into words, where transformers knows it by its class
     tokenizer: str = "PreTrainedTokenizerFast"  # transformers' class
 
+    def kind(self, key: str, usual: _Kind) -> _Kind:
+        changed = self.keys.get(key, usual)
+        return changed if isinstance(changed, _Kind) else usual
 
-GPT_OSS = "gpt-oss"
 
-_SOFTMAX, _SIGMOID = {"expert_gating_func": _one_of(0, 1)}, {"expert_gating_func": _one_of(0, 2)}
+_BIAS = {"attention_bias": "attn_q.bias"}
+_HAS = {
+    "conv_bias": "shortconv.conv.bias",
+    "lm_head_bias": "output.bias",
+    "mamba_conv_bias": "ssm_conv1d.bias",
+    "mamba_proj_bias": "ssm_in.bias",
+    "use_conv_bias": "ssm_conv1d.bias",
+    "use_expert_bias": "exp_probs_b.bias",
+    "use_qk_norm": "attn_q_norm.weight",
+}
+"""Fields that say whether layers have a tensor of this name."""
+
+
+def _as(key: str) -> Callable[[Values], Any]:
+    """The default that is another key's value."""
+    return lambda said: said[key]
+
+
+_SOFTMAX, _SIGMOID, _BY_SIGMOID = ({"expert_gating_func": _one_of(*values)} for values in ((0, 1), (0, 2), (2,)))
 _ALWAYS_NORMED = {"expert_weights_norm": _one_of(True)}
+_NORMED_UNSAID = {"expert_weights_norm": _Key(default=True)}
 _SHARED_WIDTHS = dict.fromkeys(("expert_shared_count", "expert_shared_feed_forward_length"), _COUNT)
 """Where the tensors' shapes say it."""
+_HEADS_BY_LAYER = {"attention.head_count_kv": _Key("", _COUNTS)}
 
-_LATENT_ATTENTION: dict[str, Any] = {
-    "fields": {
-        "attention.head_count_kv": "",
-        "attention.key_length": "",
-        "attention.value_length": "",
-        "attention.q_lora_rank": "",
-        "attention.kv_lora_rank": "kv_lora_rank",
-        "attention.key_length_mla": "",
-        "attention.value_length_mla": "v_head_dim",
-        "rope.dimension_count": "qk_rope_head_dim",
-        "rope.scaling.yarn_log_multiplier": "",
-    },
-    "defaults": {
-        "attention.value_length": lambda said: said["attention.key_length"],
-        "attention.q_lora_rank": 0,
-        "attention.key_length_mla": lambda said: said["attention.key_length"],
-        "attention.value_length_mla": lambda said: said["attention.value_length"],
-        "rope.scaling.yarn_log_multiplier": 0.0,
-    },
-    "parameters": {"kv_b_proj.weight": "attn_k_b.weight attn_v_b.weight"},
-    "steps": {"attn_k_b.weight attn_v_b.weight": TensorStep(_latent)},
+
+def _types(is_other: list[Any], other: str, said: Values) -> list[str]:
+    """The config's layer_types."""
+    return [other if each else "full_attention" for each in is_other[: said["block_count"]]]
+
+
+def _types_without_heads(said: Values, other: str) -> Values:
+    """Of layers without heads, which are another kind."""
+    heads = said["attention.head_count_kv"]
+    return {"num_key_value_heads": max(heads), "layer_types": _types([not each for each in heads], other, said)}
+
+
+def _mlp_types(said: Values) -> Values:
+    dense, layers = said["leading_dense_block_count"], said["block_count"]
+    return {"mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)]}
+
+
+_LATENT: dict[str, _Key | _Kind] = {
+    "attention.head_count_kv": _Key("", _SIZE),
+    "attention.key_length": _Key("", _SIZE),
+    "attention.value_length": _Key("", _SIZE, _as("attention.key_length")),
+    "attention.q_lora_rank": _Key("", _COUNT, 0),
+    "attention.kv_lora_rank": _Key("kv_lora_rank", _SIZE),
+    "attention.key_length_mla": _Key("", _SIZE, _as("attention.key_length")),
+    "attention.value_length_mla": _Key("v_head_dim", _SIZE, _as("attention.value_length")),
+    "rope.dimension_count": _Key("qk_rope_head_dim", _SIZE),
+    "rope.scaling.yarn_log_multiplier": _Key("", _NOT_BELOW_0, 0.0),
 }
 """Of a file with `attn_k_b`, whose lengths without `_mla` are those of one head that all share. Older ones have
 `attn_kv_b`, and a head's own lengths.
 """
-_LATENT_KINDS = dict.fromkeys(_LATENT_ATTENTION["fields"], _SIZE) | {
-    "attention.q_lora_rank": _COUNT,
-    "rope.scaling.yarn_log_multiplier": _NOT_BELOW_0,
+_LATENT_TENSORS: dict[str, Any] = {
+    "parameters": {"kv_b_proj.weight": "attn_k_b.weight attn_v_b.weight"},
+    "steps": {"attn_k_b.weight attn_v_b.weight": TensorStep(_latent)},
 }
 
 
@@ -283,72 +312,61 @@ def _latent_fields(said: Values) -> Values:
     }
 
 
+def _ssm(kernel: str, state: str, groups: str, heads: str) -> dict[str, _Key | _Kind]:
+    """Fields of state spaces; "": there is none, or `more` makes it."""
+    named = {"conv_kernel": kernel, "state_size": state, "group_count": groups, "time_step_rank": heads}
+    keys: dict[str, _Key | _Kind] = {f"ssm.{key}": _Key(to, _SIZE) for key, to in named.items() if to}
+    return keys | {"ssm.inner_size": _Key("", _SIZE)}
+
+
 _LINEAR_ATTENTION: dict[str, Any] = {
-    "fields": {
-        "ssm.conv_kernel": "linear_conv_kernel_dim",
-        "ssm.state_size": "linear_key_head_dim",
-        "ssm.group_count": "linear_num_key_heads",
-        "ssm.time_step_rank": "linear_num_value_heads",
-        "ssm.inner_size": "",
-        "full_attention_interval": "",
-        "attention.recurrent_layers": "",
-    },
-    "defaults": {
-        "expert_weights_norm": True,
-        "full_attention_interval": 4,
-        "attention.recurrent_layers": lambda said: [
-            bool((layer + 1) % said["full_attention_interval"]) for layer in range(said["block_count"])
-        ],
+    "keys": {
+        **_ssm("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+        **_NORMED_UNSAID,
+        "full_attention_interval": _Key("", _SIZE, 4),
+        "attention.recurrent_layers": _Key(
+            "",
+            _FLAGS,
+            lambda said: [bool((i + 1) % said["full_attention_interval"]) for i in range(said["block_count"])],
+        ),
     },
     "more": lambda said: {
         "linear_value_head_dim": said["ssm.inner_size"] // said["ssm.time_step_rank"],
         "layer_types": _types(said["attention.recurrent_layers"], "linear_attention", said),
     },
     "has_partial_rope": True,
+    "tokenizer": "Qwen2Tokenizer",
 }
-_SSM = dict.fromkeys(
-    ("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size"), _SIZE
-)
-_LINEAR_KINDS = _SSM | {"full_attention_interval": _SIZE, "attention.recurrent_layers": _FLAGS}
-
-
-def _types(is_other: list[Any], other: str, said: Values) -> list[str]:
-    """The config's layer_types."""
-    return [other if each else "full_attention" for each in is_other[: said["block_count"]]]
-
-
-_WINDOW: dict[str, Any] = {
-    "fields": {"attention.sliding_window": "sliding_window", "attention.sliding_window_pattern": ""},
-    "defaults": {
-        "attention.sliding_window_pattern": lambda said: [bool((i + 1) % 4) for i in range(said["block_count"])]
-    },
+_WINDOW: dict[str, _Key | _Kind] = {
+    "attention.sliding_window": _Key("sliding_window", _SIZE),
+    "attention.sliding_window_pattern": _Key(
+        "", _FLAGS, lambda said: [bool((layer + 1) % 4) for layer in range(said["block_count"])]
+    ),
 }
-_WINDOW_KINDS = {"attention.sliding_window": _SIZE, "attention.sliding_window_pattern": _FLAGS}
-_GRANITE: dict[str, Any] = {
-    "fields": {
-        "attention.scale": "attention_multiplier",
-        "embedding_scale": "embedding_multiplier",
-        "residual_scale": "residual_multiplier",
-        "logit_scale": "logits_scaling",
-    },
-    "defaults": {
-        "attention.scale": lambda said: said["attention.key_length"] ** -0.5,
-        "embedding_scale": 1.0,
-        "residual_scale": 1.0,
-    },
+
+
+def _window_types(said: Values) -> Values:
+    return {"layer_types": _types(said["attention.sliding_window_pattern"], "sliding_attention", said)}
+
+
+_GRANITE: dict[str, _Key | _Kind] = {
+    "attention.scale": _Key("attention_multiplier", _NOT_BELOW_0, lambda said: said["attention.key_length"] ** -0.5),
+    "embedding_scale": _Key("embedding_multiplier", _NOT_BELOW_0, 1.0),
+    "residual_scale": _Key("residual_multiplier", _NOT_BELOW_0, 1.0),
+    "logit_scale": _Key("logits_scaling", _NUMBER),
+}
+_GRANITE_TENSORS: dict[str, Any] = {
     "parameters": {
         "router.weight": "ffn_gate_inp.weight",
         "shared_mlp.input_linear.weight": "ffn_gate_shexp.weight ffn_up_shexp.weight",
     },
+    "steps": _PAIRED,
 }
-_GRANITE_KINDS = {**dict.fromkeys(_GRANITE["fields"], _NOT_BELOW_0), "logit_scale": _NUMBER}
 
 
 def _hybrid_granite(said: Values) -> Values:
-    heads = said["attention.head_count_kv"]
     return {
-        "num_key_value_heads": max(heads),
-        "layer_types": _types([not each for each in heads], "linear_attention", said),
+        **_types_without_heads(said, "linear_attention"),
         "mamba_d_head": said["ssm.inner_size"] // said["ssm.time_step_rank"],
         "mamba_expand": said["ssm.inner_size"] // said["embedding_length"],
         "position_embedding_type": "rope" if said["rope.scaling.finetuned"] else None,
@@ -391,7 +409,7 @@ def _gemma4(said: Values) -> Values:
     slid = {heads[layer] for layer, is_slid in enumerate(slides) if is_slid}
     turned = [each < _NEVER_TURNED for each in said["rope_freqs.weight"]] or [True]
     return {
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        **_window_types(said),
         "global_head_dim": said["attention.key_length"],
         "head_dim": said["attention.key_length_swa"],
         "num_key_value_heads": min(slid, default=0),
@@ -408,23 +426,21 @@ def _gemma4(said: Values) -> Values:
     }
 
 
-_KIMI = {"attention.head_count_kv": _COUNTS, **_ALWAYS_NORMED}
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture(
         "qwen2_moe",
-        kinds={"expert_shared_count": _one_of(0, 1)},
-        defaults={"expert_shared_feed_forward_length": lambda said: said["feed_forward_length"]},
+        keys={
+            "expert_shared_count": _one_of(0, 1),
+            "expert_shared_feed_forward_length": _Key(default=_as("feed_forward_length")),
+        },
         pre=("qwen2",),
         tokenizer="Qwen2Tokenizer",
     ),
-    "qwen3moe": Architecture(
-        "qwen3_moe", defaults={"expert_weights_norm": True}, pre=("qwen2",), tokenizer="Qwen2Tokenizer"
-    ),
-    GPT_OSS: Architecture(
+    "qwen3moe": Architecture("qwen3_moe", keys=_NORMED_UNSAID, pre=("qwen2",), tokenizer="Qwen2Tokenizer"),
+    "gpt-oss": Architecture(
         "gpt_oss",
-        fields={"attention.sliding_window": "sliding_window"},
-        kinds={
-            "attention.sliding_window": _SIZE,
+        keys={
+            "attention.sliding_window": _Key("sliding_window", _SIZE),
             "attention.sliding_window_pattern": _one_of(2),
             "expert_gating_func": _one_of(0, 3),  # softmax of the chosen ones
         },
@@ -433,248 +449,143 @@ ARCHITECTURES: dict[str, Architecture] = {
         pre=("gpt-4o",),
     ),
     "minimax-m2": Architecture(
-        "minimax_m2", kinds=_SIGMOID | _ALWAYS_NORMED, has_partial_rope=True, pre=("minimax-m2",)
+        "minimax_m2", keys=_SIGMOID | _ALWAYS_NORMED, has_partial_rope=True, pre=("minimax-m2",)
     ),
-    "llama": Architecture("mixtral", kinds=_ALWAYS_NORMED, steps=_PAIRED),
+    "llama": Architecture("mixtral", keys=_ALWAYS_NORMED, steps=_PAIRED),
     "olmoe": Architecture("olmoe"),
     "deepseek2": Architecture(
         "deepseek_v2",
-        kinds=_LATENT_KINDS | _SOFTMAX | {"expert_weights_norm": _one_of(False)},
+        keys=_LATENT | _SOFTMAX | {"expert_weights_norm": _one_of(False)},
         more=_latent_fields,
-        **_LATENT_ATTENTION,
-        by_sigmoid=Architecture(
-            "deepseek_v3", kinds=_LATENT_KINDS | _SIGMOID, more=_latent_fields, **_LATENT_ATTENTION
-        ),
+        **_LATENT_TENSORS,
+        by_sigmoid=Architecture("deepseek_v3", keys=_LATENT | _SIGMOID, more=_latent_fields, **_LATENT_TENSORS),
     ),
-    "glm4moe": Architecture(
-        "glm4_moe",
-        kinds=_SIGMOID,
-        has={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
-        has_partial_rope=True,
-    ),
-    "phimoe": Architecture("phimoe", has={"attention_bias": "attn_q.bias", "lm_head_bias": "output.bias"}),
-    "granitemoe": Architecture(
-        "granitemoeshared", kinds=_GRANITE_KINDS, has={"attention_bias": "attn_q.bias"}, steps=_PAIRED, **_GRANITE
-    ),
+    "glm4moe": Architecture("glm4_moe", keys=_SIGMOID, has=_BIAS, has_partial_rope=True),
+    "phimoe": Architecture("phimoe", has=_BIAS),
+    "granitemoe": Architecture("granitemoeshared", keys=_GRANITE, has=_BIAS, **_GRANITE_TENSORS),
     "granitehybrid": Architecture(
         "granitemoehybrid",
-        **_GRANITE
-        | {
-            "fields": {
-                **_GRANITE["fields"],
-                "attention.head_count_kv": "",
-                "ssm.conv_kernel": "mamba_d_conv",
-                "ssm.state_size": "mamba_d_state",
-                "ssm.group_count": "mamba_n_groups",
-                "ssm.time_step_rank": "mamba_n_heads",
-                "ssm.inner_size": "",
-                "rope.scaling.finetuned": "",
-            },
-            "defaults": {**_GRANITE["defaults"], "rope.scaling.finetuned": True},
-        },
-        kinds=_GRANITE_KINDS | _SSM | {"attention.head_count_kv": _COUNTS, "rope.scaling.finetuned": _FLAG},
-        has={
-            "attention_bias": "attn_q.bias",
-            "mamba_conv_bias": "ssm_conv1d.bias",
-            "mamba_proj_bias": "ssm_in.bias",
-        },
+        keys=_GRANITE
+        | _HEADS_BY_LAYER
+        | _ssm("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads")
+        | {"rope.scaling.finetuned": _Key("", _FLAG, True)},
+        has=_BIAS,
         more=_hybrid_granite,
-        steps=_PAIRED | _STATE_SPACE,
+        **_GRANITE_TENSORS,
     ),
     "jamba": Architecture(
         "jamba",
-        fields={
-            "attention.head_count_kv": "",
-            "ssm.conv_kernel": "mamba_d_conv",
-            "ssm.state_size": "mamba_d_state",
-            "ssm.time_step_rank": "mamba_dt_rank",
-            "ssm.inner_size": "",
-        },
-        kinds=_SSM | {"attention.head_count_kv": _COUNTS},
-        has={"mamba_conv_bias": "ssm_conv1d.bias", "mamba_proj_bias": "ssm_in.bias"},
+        keys=_HEADS_BY_LAYER | _ssm("mamba_d_conv", "mamba_d_state", "", "mamba_dt_rank"),
         more=_jamba,
-        steps=_LOG,
     ),
     "nemotron_h_moe": Architecture(
         "nemotron_h",
-        fields={
-            "attention.head_count_kv": "",
-            "feed_forward_length": "",
-            "attention.layer_norm_epsilon": "layer_norm_epsilon",
-            "attention.layer_norm_rms_epsilon": "",
-            "ssm.conv_kernel": "conv_kernel",
-            "ssm.state_size": "ssm_state_size",
-            "ssm.group_count": "n_groups",
-            "ssm.time_step_rank": "mamba_num_heads",
-            "ssm.inner_size": "",
-        },
-        kinds=_SSM
-        | _SIGMOID
+        keys=_SIGMOID
+        | _HEADS_BY_LAYER
         | {
-            "attention.head_count_kv": _COUNTS,
-            "feed_forward_length": _COUNTS,
-            "attention.layer_norm_epsilon": _SHARE,
-            "attention.layer_norm_rms_epsilon": _Kind("missing", lambda value: value is None),
-        },
-        defaults={"attention.layer_norm_rms_epsilon": lambda said: None},
-        has={"use_conv_bias": "ssm_conv1d.bias", "attention_bias": "attn_q.bias", "use_bias": "ssm_in.bias"},
+            "feed_forward_length": _Key("", _COUNTS),
+            "attention.layer_norm_epsilon": _Key("layer_norm_epsilon", _SHARE),
+            "attention.layer_norm_rms_epsilon": _Key("", _Kind("missing", lambda value: value is None)),
+        }
+        | _ssm("conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads"),
+        has=_BIAS | {"use_bias": "ssm_in.bias"},
         more=_nemotron,
-        steps=_PAIRED | _STATE_SPACE,  # the converter knows no attention without a rope
+        steps=_PAIRED,  # the converter knows no attention without a rope
         has_partial_rope=True,
     ),
-    "dots1": Architecture("dots1", kinds=_SIGMOID, fixed={"sliding_window": None}),
+    "dots1": Architecture("dots1", keys=_SIGMOID, fixed={"sliding_window": None}),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe",
-        fields={"interleave_moe_layer_step": "moe_layer_interval"},
-        kinds={"interleave_moe_layer_step": _SIZE, **_SHARED_WIDTHS},
-        defaults={"interleave_moe_layer_step": 1},
+        keys={"interleave_moe_layer_step": _Key("moe_layer_interval", _SIZE, 1), **_SHARED_WIDTHS},
         has={"use_bias": "attn_q.bias"},
         more=lambda said: {"moe_layer_end_index": said["block_count"] - 1},
     ),
-    "hunyuan-moe": Architecture("hunyuan_v1_moe", kinds=_SHARED_WIDTHS, has={"attention_bias": "attn_q.bias"}),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", keys=_SHARED_WIDTHS, has=_BIAS),
     "lfm2moe": Architecture(
         "lfm2_moe",
-        fields={"attention.head_count_kv": "", "shortconv.l_cache": "conv_L_cache"},
-        kinds={
-            "expert_gating_func": _one_of(2),
-            "attention.head_count_kv": _COUNTS,
-            "shortconv.l_cache": _SIZE,
-            **_ALWAYS_NORMED,
+        keys=_BY_SIGMOID
+        | _HEADS_BY_LAYER
+        | {
+            "shortconv.l_cache": _Key("conv_L_cache", _SIZE),
+            "expert_weights_norm": _Key(kind=_one_of(True), default=True),
         },
-        defaults={"expert_weights_norm": True},
-        has={"conv_bias": "shortconv.conv.bias", "use_expert_bias": "exp_probs_b.bias"},
-        more=lambda said: {
-            "num_key_value_heads": max(said["attention.head_count_kv"]),
-            "layer_types": _types([not heads for heads in said["attention.head_count_kv"]], "conv", said),
-        },
+        more=lambda said: _types_without_heads(said, "conv"),
     ),
     "qwen3next": Architecture(
         "qwen3_next",
-        kinds=_LINEAR_KINDS,
         parameters={"in_proj_qkvz.weight": "attn_qkv.weight attn_gate.weight"},
-        steps={
-            **_LESS_ONE,
-            **_LOG,
-            "attn_qkv.weight attn_gate.weight": TensorStep(_by_key_head, is_of_rows=True),
-        },
+        steps={**_LESS_ONE, "attn_qkv.weight attn_gate.weight": TensorStep(_by_key_head, is_of_rows=True)},
         **_LINEAR_ATTENTION,
-        tokenizer="Qwen2Tokenizer",
     ),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
-        kinds=_LINEAR_KINDS | {"rope.dimension_sections": _SECTIONS, "feed_forward_length": _COUNT},
         steps=_LESS_ONE | _VALUE_HEADS,
-        **_LINEAR_ATTENTION | {"fields": {**_LINEAR_ATTENTION["fields"], "feed_forward_length": ""}},
-        tokenizer="Qwen2Tokenizer",
+        **_LINEAR_ATTENTION
+        | {
+            "keys": _LINEAR_ATTENTION["keys"]
+            | {"feed_forward_length": _Key("", _COUNT), "rope.dimension_sections": _SECTIONS}
+        },
     ),
     "exaone-moe": Architecture(
         "exaone_moe",
-        kinds=_WINDOW_KINDS | _SHARED_WIDTHS | {"expert_gating_func": _one_of(2)},
-        more=lambda said: {
-            "layer_types": _types(said["attention.sliding_window_pattern"], "sliding_attention", said),
-            "mlp_layer_types": [
-                "dense" if layer < said["leading_dense_block_count"] else "sparse"
-                for layer in range(said["block_count"])
-            ],
-        },
-        **_WINDOW,
+        keys=_WINDOW | _SHARED_WIDTHS | _BY_SIGMOID,
+        more=lambda said: _window_types(said) | _mlp_types(said),
     ),
     "afmoe": Architecture(
         "afmoe",
-        fields={**_WINDOW["fields"], "expert_weights_norm": ""},
-        kinds=_WINDOW_KINDS | _SIGMOID | _ALWAYS_NORMED,
-        defaults={**_WINDOW["defaults"], "expert_weights_norm": None},
+        keys=_WINDOW | _SIGMOID | {"expert_weights_norm": _Key("", _one_of(True), None)},
         fixed={"mup_enabled": True},
-        more=lambda said: {"layer_types": _types(said["attention.sliding_window_pattern"], "sliding_attention", said)},
+        more=_window_types,
     ),
     "gemma4": Architecture(
         "gemma4_text",
-        fields={
-            "attention.head_count_kv": "",
-            "attention.key_length": "",
-            "attention.key_length_swa": "",
-            "attention.value_length_swa": "",
-            "rope.dimension_count_swa": "",
-            "attention.sliding_window": "sliding_window",
-            "attention.sliding_window_pattern": "",
-            "attention.shared_kv_layers": "num_kv_shared_layers",
-            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-            "final_logit_softcapping": "final_logit_softcapping",
-            "rope.freq_base": "",
-            "rope.freq_base_swa": "",
-        },
-        kinds=_WINDOW_KINDS
+        keys=_HEADS_BY_LAYER
+        | {"attention.key_length": _Key(""), "attention.key_length_swa": _Key("", _SIZE)}
         | {
-            "attention.head_count_kv": _COUNTS,
-            "attention.key_length_swa": _SIZE,
-            "attention.shared_kv_layers": _COUNT,
-            "embedding_length_per_layer_input": _COUNT,
-            "final_logit_softcapping": _NOT_BELOW_0,
-            "attention.value_length_swa": lambda said: _one_of(said["attention.key_length_swa"]),
-            "rope.dimension_count_swa": lambda said: _one_of(said["attention.key_length_swa"]),
-            "rope.freq_base": _BASE,
-            "rope.freq_base_swa": _BASE,
-        },
-        defaults={
-            "attention.value_length_swa": lambda said: said["attention.key_length_swa"],
-            "rope.dimension_count_swa": lambda said: said["attention.key_length_swa"],
-            "attention.shared_kv_layers": 0,
-            "embedding_length_per_layer_input": 0,
-            "final_logit_softcapping": 0.0,
-            "rope.freq_base": 10000.0,
-            "rope.freq_base_swa": 10000.0,
+            key: _Key("", lambda said: _one_of(said["attention.key_length_swa"]), _as("attention.key_length_swa"))
+            for key in ("attention.value_length_swa", "rope.dimension_count_swa")
+        }
+        | {
+            "attention.sliding_window": _Key("sliding_window", _SIZE),
+            "attention.sliding_window_pattern": _Key("", _FLAGS),
+            "attention.shared_kv_layers": _Key("num_kv_shared_layers", _COUNT, 0),
+            "embedding_length_per_layer_input": _Key("hidden_size_per_layer_input", _COUNT, 0),
+            "final_logit_softcapping": _Key("final_logit_softcapping", _NOT_BELOW_0, 0.0),
+            "rope.freq_base": _Key("", _BASE, 10000.0),
+            "rope.freq_base_swa": _Key("", _BASE, 10000.0),
         },
         fixed={"enable_moe_block": True},
         vectors={"rope_freqs.weight": lambda value: value == 1 or value > _NEVER_TURNED},
         more=_gemma4,
-        parameters={
-            "router.scale": "ffn_gate_inp.scale",
-            "router.per_expert_scale": "ffn_down_exps.scale",
-            "layer_scalar": "layer_output_scale.weight",
-        },
+        parameters={"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"},
         tokenizer="GemmaTokenizer",
     ),
     "kimi-linear": Architecture(
         "kimi_linear",
-        **_LATENT_ATTENTION
+        keys=_LATENT
+        | _HEADS_BY_LAYER
+        | _BY_SIGMOID
         | {
-            "fields": {
-                **_LATENT_ATTENTION["fields"],
-                "ssm.conv_kernel": "linear_conv_kernel_dim",
-                "kda.head_dim": "linear_head_dim",
-                "leading_dense_block_count": "",
-            },
-            "defaults": {**_LATENT_ATTENTION["defaults"], "expert_weights_norm": True},
-            "parameters": {
-                **_LATENT_ATTENTION["parameters"],
-                "self_attn.conv1d.weight": "ssm_conv1d_q.weight ssm_conv1d_k.weight ssm_conv1d_v.weight",
-                "forget_gate.A_log": "ssm_a",
-                "forget_gate.f_a_proj.weight": "ssm_f_a.weight",
-                "forget_gate.f_b_proj.weight": "ssm_f_b.weight",
-            },
-            "steps": {
-                **_LATENT_ATTENTION["steps"],
-                **_LOG,
-                "ssm_conv1d_q.weight ssm_conv1d_k.weight ssm_conv1d_v.weight": TensorStep(
-                    lambda config, *tensors: torch.cat([one.flatten(0, -2) for one in tensors])
-                ),
-            },
+            "expert_weights_norm": _Key(kind=_one_of(True), default=True),
+            "ssm.conv_kernel": _Key("linear_conv_kernel_dim", _SIZE),
+            "kda.head_dim": _Key("linear_head_dim", _SIZE),
+            "leading_dense_block_count": _Key(""),
         },
-        kinds=_LATENT_KINDS | _SSM | {"kda.head_dim": _SIZE, "expert_gating_func": _one_of(2)} | _KIMI,
         more=lambda said: {
+            **_types_without_heads(said, "linear_attention"),
             **_latent_fields(said),
+            **_mlp_types(said),
             "linear_num_heads": said["attention.head_count"],
-            "layer_types": _types([not each for each in said["attention.head_count_kv"]], "linear_attention", said),
-            "mlp_layer_types": [
-                "dense" if layer < said["leading_dense_block_count"] else "sparse"
-                for layer in range(said["block_count"])
-            ],
+        },
+        parameters={**_LATENT_TENSORS["parameters"], "self_attn.conv1d.weight": _CONVOLUTIONS},
+        steps={
+            **_LATENT_TENSORS["steps"],
+            _CONVOLUTIONS: TensorStep(lambda config, *tensors: torch.cat([each.flatten(0, -2) for each in tensors])),
         },
     ),
     "qwen3vlmoe": Architecture(
         "qwen3_moe",  # as it is where there is only text
-        kinds={"rope.dimension_sections": _SECTIONS, "n_deepstack_layers": _COUNT},
-        defaults={"expert_weights_norm": True},
+        keys=_NORMED_UNSAID | {"rope.dimension_sections": _SECTIONS, "n_deepstack_layers": _COUNT},
         tokenizer="Qwen2Tokenizer",
     ),
 }
@@ -738,32 +649,37 @@ def fields_of(files: GgufFiles, name: str, num_rows: int) -> Values:
     if row.by_sigmoid is not None and _is_by_sigmoid(files, name):
         row = row.by_sigmoid
     with quiet():
-        usual = CONFIG_MAPPING[row.model_type]()
-        known = {*usual.to_dict(), *usual.attribute_map}
+        model = CONFIG_MAPPING[row.model_type]()
+        known = {*model.to_dict(), *model.attribute_map}
     tails: dict[str, list[int]] = {}
     for tensor in files.tensors:
         layer = re.match(r"blk\.(\d+)\.", tensor)
         tails.setdefault(tensor[layer.end() :] if layer else tensor, []).append(int(layer[1]) if layer else 0)
     values: Values = {"layers": {tail: sorted(layers) for tail, layers in tails.items()}}
-    fields = {"model_type": row.model_type, **row.fixed, **{to: tail in tails for to, tail in row.has.items()}}
+    has = {**{to: tail for to, tail in _HAS.items() if to in known}, **row.has}
+    fields = {"model_type": row.model_type, **{to: tail in tails for to, tail in has.items()}, **row.fixed}
     further = said.take("nextn_predict_layers", _COUNT, 0)  # the last layers predict further tokens
-    keys = _KEYS | {key: _Key("", _ANY) for key in row.fields if key not in _KEYS}
-    for key, (names, kind, default) in keys.items():
-        to = row.fields.get(key, next((one for one in names.split() if one in known), None))
-        if to is None and isinstance(default, int | float):
+    for key in [*_KEYS, *(key for key, changed in row.keys.items() if key not in _KEYS and isinstance(changed, _Key))]:
+        usual, changed = _KEYS.get(key, _Key("", default=None)), row.keys.get(key, _Key())
+        changed = _Key(kind=changed) if isinstance(changed, _Kind) else changed
+        names = usual.fields or ""
+        to = changed.fields
+        if to is None:
+            to = next((name for name in names.split() if name in known), None)
+        if to is None and isinstance(usual.default, int | float):
             continue
-        default = row.defaults.get(key, default)
+        default = usual.default if changed.default is ... else changed.default
         if key == "expert_feed_forward_length" and to == "intermediate_size":
             default = values["feed_forward_length"]  # which is that of experts
         if callable(default):
             default = None if said.says(key) else default(values)
-        kind = row.kinds.get(key, kind)
+        kind = changed.kind or usual.kind or _ANY
         kind = kind if isinstance(kind, _Kind) else kind(values)
         value = said.take(key, kind, default, values.get("block_count", 0), further)
         values[key] = value if value or value is False else default  # 0 says nothing
         if to != "":
             to = to or names.split()[0]
-            fields[usual.attribute_map.get(to, to)] = values[key]
+            fields[model.attribute_map.get(to, to)] = values[key]
     layers, heads, hidden = (values[key] for key in ("block_count", "attention.head_count", "embedding_length"))
     heads_kv = values["attention.head_count_kv"]
     if any(one and heads % one for one in (heads_kv if isinstance(heads_kv, list) else [heads_kv])):
@@ -781,7 +697,7 @@ def fields_of(files: GgufFiles, name: str, num_rows: int) -> Values:
         if scale and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
             raise said.refusal("attention.scale", scale, f"{head_dim**-0.5:g}")
     same = {"attention.value_length": _one_of(head_dim), "embedding_length_out": _one_of(hidden)}
-    said.check_left({**_NEUTRAL, **same, **row.kinds})
+    said.check_left({**_NEUTRAL, **same, **{key: kind for key, kind in row.keys.items() if isinstance(kind, _Kind)}})
     values |= {tensor: _vector(files, tensor, is_right) for tensor, is_right in row.vectors.items()}
     return fields | row.more(values)
 
@@ -820,7 +736,7 @@ def _rope_of(said: _Metadata, row: Architecture, values: Values) -> Values:
             raise said.refusal("rope.dimension_count", num_dims, "a number that transformers makes of its share")
     said.take("rope.freq_base_swa", _one_of(base), base)
     said.take("rope.dimension_count_swa", _one_of(num_dims), num_dims)
-    said.take("rope.dimension_sections", row.kinds.get("rope.dimension_sections", _ZEROS), 0)
+    said.take("rope.dimension_sections", row.kind("rope.dimension_sections", _ZEROS), 0)
     is_unsaid = len(row.scalings) > 1
     scaling = said.take("rope.scaling.type", _one_of(*row.scalings), "linear" if is_unsaid else None)
     old = said.take("rope.scale_linear", _ANY, 1.0)
