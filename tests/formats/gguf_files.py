@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.families import NUM_EXPERTS, VOCAB_SIZE
-from tests.model.checkpoints import read_tensors
 
 _LETTERS = [chr(code) for code in range(33, 127)]
 WORDS = [*_LETTERS, "ab", *(f"<{number}>" for number in range(VOCAB_SIZE - len(_LETTERS) - 1))]
@@ -118,7 +116,13 @@ def make_gguf(
         **({"rope.dimension_count": 8, "expert_gating_func": 2} if is_minimax else {}),  # by sigmoid
         **({"expert_shared_feed_forward_length": 64} if is_qwen2 else {}),
     }
-    _add_words(writer, words, "qwen2")
+    writer.add_tokenizer_model("gpt2" if words else "none")
+    if words:
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(list(words))
+        writer.add_token_types([1] * len(words))
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(len(words) - 1)
 
     def add(name: str, shape: tuple[int, ...], kind: str = "F32", std: float = 0.15, mean: float = 0.0) -> None:
         changed = (others or {}).get(name, kind)
@@ -192,81 +196,11 @@ def set_strings(key: str, place: int, raw: bytes) -> Callable[[bytearray], None]
     return change
 
 
-GPT_OSS_FIELDS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    **dict.fromkeys(("feed_forward_length", "expert_feed_forward_length"), "intermediate_size"),
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    **dict.fromkeys(("attention.key_length", "attention.value_length"), "head_dim"),
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
-    "expert_count": "num_local_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "rope.freq_base": "rope_theta",
-    "rope.scaling.factor": "factor",
-    "rope.scaling.original_context_length": "original_max_position_embeddings",
-}
-
-
-def make_gpt_oss_gguf(path: Path, source: Path, words: Sequence[str] = (), **metadata: Any) -> Path:
-    """A checkpoint of gpt-oss in MXFP4 as llama.cpp's converter writes it, linear layers in float32. `metadata`: what
-    is to be changed, None for what is to be missing.
-    """
-    config, tensors = json.loads((source / "config.json").read_text()), read_tensors(source)
-    fields = config | config["rope_parameters"]
-    said = {key: fields[name] for key, name in GPT_OSS_FIELDS.items()} | {"rope.scaling.type": "yarn"} | metadata
-    writer = gguf.GGUFWriter(path, "gpt-oss")
-    set_metadata(writer, "gpt-oss", said)
-    _add_words(writer, words, "gpt-4o")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, config["num_hidden_layers"])
-
-    def blocks(name: str, rows: slice) -> Any:
-        """[E, rows, bytes]: a block is its scale, then 16 bytes of an input of the first half and one of the other."""
-        packed, scales = (tensors[f"{name}_{one}"][:, rows].numpy() for one in ("blocks", "scales"))
-        codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:-1], 32)
-        halves = codes[..., :16] | codes[..., 16:] << 4
-        return np.concatenate((scales[..., None], halves), axis=-1).reshape(*packed.shape[:2], -1)
-
-    for name, tensor in tensors.items():
-        stem, _, kind = name.rpartition(".")
-        layer = name.split(".")[2] if ".layers." in name else ""
-        if kind.endswith(("_blocks", "_scales", "_bias")):
-            continue
-        of_gguf = f"blk.{layer}.attn_sinks.weight" if kind == "sinks" else f"{names.get_name(stem)}.{kind}"
-        writer.add_tensor(of_gguf, tensor.float().numpy())
-    every = slice(None)
-    for layer in range(config["num_hidden_layers"]):
-        experts = f"model.layers.{layer}.mlp.experts"
-        for one, fused, rows in (
-            ("gate", "gate_up_proj", slice(0, None, 2)),
-            ("up", "gate_up_proj", slice(1, None, 2)),
-            ("down", "down_proj", every),
-        ):
-            stem, kind = f"blk.{layer}.ffn_{one}_exps", gguf.GGMLQuantizationType.MXFP4
-            writer.add_tensor(f"{stem}.weight", blocks(f"{experts}.{fused}", rows), raw_dtype=kind)
-            bias = tensors[f"{experts}.{fused}_bias"][:, rows].float().numpy()
-            writer.add_tensor(f"{stem}.bias", np.ascontiguousarray(bias))
-    write_file(writer)
-    return path
-
-
 def write_file(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _add_words(writer: gguf.GGUFWriter, words: Sequence[str], pre: str) -> None:
-    writer.add_tokenizer_model("gpt2" if words else "none")
-    if words:
-        writer.add_tokenizer_pre(pre)
-        writer.add_token_list(list(words))
-        writer.add_token_types([1] * len(words))
-        writer.add_token_merges(["a b"])
-        writer.add_eos_token_id(len(words) - 1)
 
 
 def load_gguf(path: Path, dtype: torch.dtype = torch.float32, **rope: Any) -> PreTrainedModel:

@@ -259,7 +259,19 @@ def _gemma4_metadata(config: Any) -> Values:
     }
 
 
+def _gpt_oss_metadata(config: Any) -> Values:
+    rope = config.rope_parameters
+    return {
+        "attention.sliding_window": config.sliding_window,
+        "expert_feed_forward_length": config.intermediate_size,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+    }
+
+
 CASES: dict[str, Case] = {
+    "gpt-oss": Case("gpt-oss", "gpt_oss", {"sliding_window": 16}, _gpt_oss_metadata, {"sinks": "attn_sinks.weight"}),
     "mixtral": Case("llama", "mixtral", metadata=lambda config: {"rope.dimension_count": 16}, tensors=PAIRS),
     "olmoe": Case("olmoe", "olmoe", {"num_key_value_heads": 4}, lambda config: {"expert_weights_norm": None}),
     "deepseek v2": Case("deepseek2", "deepseek_v2", LATENT_SIZES, _latent_metadata, LATENT),
@@ -546,15 +558,19 @@ def make_model(case: Case) -> PreTrainedModel:
     model.load_state_dict(drawn.state_dict())  # and no buffers that are in no checkpoint
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            if tensor.dim() > 1 and "conv" not in name and tensor.shape[-1] % 32 == 0:
-                tensor.copy_((tensor * 512).round().clamp(-127, 127) / 512)
-                tensor[..., ::32] = 127 / 512
+            module: Any = model.get_submodule(name.rpartition(".")[0])
+            rows = tensor.mT if getattr(module, "is_transposed", False) and tensor.dim() > 2 else tensor
+            if tensor.dim() > 1 and "conv" not in name and rows.shape[-1] % 32 == 0:
+                rows.copy_((rows * 512).round().clamp(-127, 127) / 512)
+                rows[..., ::32] = 127 / 512
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
 
 
-def write_model(path: Path, model: PreTrainedModel, case: Case, kind: str = "F32", **metadata: Any) -> Path:
+def write_model(
+    path: Path, model: PreTrainedModel, case: Case, kind: str = "F32", metadata: Mapping[str, Any] | None = None
+) -> Path:
     """The file of a model; matrices in `kind` where that holds the same numbers. `metadata`: see `set_metadata`."""
     config = model.config.get_text_config()
     fields = config.to_dict() | {alias: getattr(config, name) for alias, name in config.attribute_map.items()}
@@ -564,11 +580,11 @@ def write_model(path: Path, model: PreTrainedModel, case: Case, kind: str = "F32
         for key, names in USUAL.items()
     }
     rope = getattr(config, "rope_parameters", None) or {}
-    said |= {"rope.freq_base": rope.get("rope_theta"), "vocab_size": VOCAB_SIZE} | case.metadata(config) | metadata
+    said |= {"rope.freq_base": rope.get("rope_theta"), "vocab_size": VOCAB_SIZE} | case.metadata(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, case.architecture)
     writer.add_tokenizer_model("none")
-    set_metadata(writer, case.architecture, said)
+    set_metadata(writer, case.architecture, {**said, **(metadata or {})})
     for name, tensor in tensors_of(model, case).items():
         _add(writer, name, tensor.contiguous().float().numpy(), kind)
     write_file(writer)
@@ -604,11 +620,13 @@ def tensors_of(model: PreTrainedModel, case: Case) -> Tensors:
             made |= {f"{prefix}{one}": part for one, part in convert(model.config.get_text_config(), tensor).items()}
         elif ".experts." in name:
             experts: Any = model.get_submodule(path.rpartition(".")[0])
-            tensor = tensor.transpose(1, 2) if experts.is_transposed else tensor
-            matrices = {"down_proj": ("down",), "up_proj": ("up",), "gate_up_proj": ("gate", "up")}
-            parts = matrices[name.rpartition(".")[2]]
-            split = zip(parts, tensor.chunk(len(parts), dim=1), strict=True)
-            made |= {f"{prefix}ffn_{one}_exps.weight": part for one, part in split}
+            matrix, is_weight = name.rpartition(".")[2].removesuffix("_bias"), not name.endswith("_bias")
+            tensor = tensor.transpose(1, 2) if experts.is_transposed and is_weight else tensor
+            parts = {"down_proj": ("down",), "up_proj": ("up",), "gate_up_proj": ("gate", "up")}[matrix]
+            is_whole = experts.is_concatenated or not parts[1:]
+            split = tensor.chunk(len(parts), dim=1) if is_whole else (tensor[:, 0::2], tensor[:, 1::2])
+            names_of = [f"{prefix}ffn_{one}_exps.{'weight' if is_weight else 'bias'}" for one in parts]
+            made |= dict(zip(names_of, split, strict=True))
         elif name.endswith(("e_score_correction_bias", "expert_bias")):
             made[f"{prefix}exp_probs_b.bias"] = tensor
         else:

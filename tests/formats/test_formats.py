@@ -33,7 +33,6 @@ from tests.model.checkpoints import (
     make_fp8_checkpoint,
     make_int4_checkpoint,
     make_mxfp4_checkpoint,
-    read_tensors,
     refused,
     set_config,
 )

@@ -27,9 +27,9 @@ from expertly.model.packing import pack, pack_cached
 from expertly.native.kernels import VARIABLE, Kernels, libraries
 from tests.engine.observe import loaded
 from tests.families import VOCAB_SIZE, generate, make_prompts
-from tests.formats.gguf_files import SCALES, WORDS, load_gguf, make_gguf, make_gpt_oss_gguf, set_scales
+from tests.formats.gguf_files import SCALES, WORDS, load_gguf, make_gguf, set_scales
 from tests.formats.references import assert_computes, assert_is_the_same
-from tests.model.checkpoints import load_dequantised, make_mxfp4_checkpoint, read_experts, refused
+from tests.model.checkpoints import refused
 
 SMALL = {"hidden": 64, "intermediate": 128}
 DOWN = "blk.1.ffn_down_exps.weight"
@@ -298,39 +298,6 @@ def test_a_store_of_another_reading_is_packed_again(tmp_path: Path, monkeypatch:
     assert pack_cached(path).config["rope_parameters"]["rope_type"] == "default"
     monkeypatch.setattr(packing, "open_checkpoint", read)
     assert pack_cached(path).config["rope_parameters"]["rope_type"] == "yarn"
-
-
-# -- gpt-oss -----------------------------------------------------------------------------------------------------------
-
-
-def test_gpt_oss_is_the_model_of_its_checkpoint(tmp_path: Path) -> None:
-    source = make_mxfp4_checkpoint(tmp_path / "source", torch.float32)
-    path = make_gpt_oss_gguf(tmp_path / "model.gguf", source)
-    store = pack(path, tmp_path / "store")
-    assert (store.manifest.stored_as, store.manifest.dtype) == ("mxfp4", "float32")
-    usages = [("lru", "30%", 1), ("expertly", "50%", 4), ("moepic", "50%", 2)]
-    assert_computes(store.folder, load_dequantised(source), usages, length=40, near=1e-5)  # longer than the window
-    named, same = pack(path, tmp_path / "named", "float32"), pack(source, tmp_path / "same", "float32")
-    for layer in range(3):
-        assert torch.equal(read_experts(named, layer), read_experts(same, layer))
-        assert torch.equal(read_experts(store, layer), read_experts(same, layer))
-
-
-def test_gpt_oss_has_its_tokenizer(tmp_path: Path) -> None:
-    path = make_gpt_oss_gguf(tmp_path / "model.gguf", make_mxfp4_checkpoint(tmp_path / "source"), WORDS)
-    store = pack(path, tmp_path / "store")
-    tokenizer = AutoTokenizer.from_pretrained(store.folder)
-    assert tokenizer("ab!")["input_ids"] == [WORDS.index("ab"), 0]
-    assert tokenizer.eos_token_id == store.config["eos_token_id"] == VOCAB_SIZE - 1
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "accepted"),
-    [("rope.scaling.type", "linear", "'yarn'"), ("rope.scaling.factor", None, "a number above 0")],
-)
-def test_metadata_of_gpt_oss_is_checked(key: str, value: Any, accepted: str, tmp_path: Path) -> None:
-    path = make_gpt_oss_gguf(tmp_path / "model.gguf", make_mxfp4_checkpoint(tmp_path / "source"), **{key: value})
-    refused(path, CheckpointError, rf"gpt-oss\.{key}={value!r}: must be {accepted}")
 
 
 # -- tensors that do not fit (tests/hostile has the rest) --------------------------------------------------------------

@@ -6,6 +6,7 @@ The files are written as llama.cpp's converter writes them.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -17,6 +18,7 @@ from tests.formats import gguf_files
 from tests.formats.gguf_files import WORDS, make_gguf
 from tests.formats.gguf_models import CASES, make_model, write_model
 from tests.formats.references import assert_is_the_same
+from tests.model.checkpoints import refused
 
 SMALL = {"hidden": 64, "intermediate": 32}
 
@@ -55,18 +57,27 @@ def test_text_is_split_as_the_file_says(pre: str, pieces: list[str], tmp_path: P
 def test_gemma4_has_its_tokenizer(tmp_path: Path) -> None:
     lists = {"model": "gemma4", "tokens": WORDS, "merges": ["a b"], "scores": [0.0] * len(WORDS)}
     words = {f"tokenizer.ggml.{name}": value for name, value in lists.items()}
-    path = write_model(tmp_path / "model.gguf", make_model(CASES["gemma4"]), CASES["gemma4"], **words)
+    path = write_model(tmp_path / "model.gguf", make_model(CASES["gemma4"]), CASES["gemma4"], metadata=words)
     tokenizer = AutoTokenizer.from_pretrained(pack(path, tmp_path / "store").folder)
     assert tokenizer("ab", add_special_tokens=False)["input_ids"] == [WORDS.index("ab")]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [("rope.scaling.type", "linear", "'yarn'"), ("rope.scaling.factor", None, "a number above 0")],
+)
+def test_metadata_of_gpt_oss_is_checked(key: str, value: Any, accepted: str, tmp_path: Path) -> None:
+    case = CASES["gpt-oss"]
+    path = write_model(tmp_path / "model.gguf", make_model(case), case, metadata={key: value})
+    refused(path, CheckpointError, rf"gpt-oss\.{key}={value!r}: must be {accepted}")
 
 
 @pytest.mark.parametrize("pre", ["kimi-k2", "afmoe", "deepseek-llm"])
 def test_a_text_that_nobody_can_split_is_refused(pre: str, tmp_path: Path) -> None:
     path = make_gguf(tmp_path / "model.gguf", words=WORDS, metadata={"tokenizer.ggml.pre": pre}, **SMALL)
-    with pytest.raises(CheckpointError, match=rf"tokenizer\.ggml\.pre='{pre}': accepted: .*deepseek-v3"):
-        pack(path, tmp_path / "store")
+    refused(path, CheckpointError, rf"tokenizer\.ggml\.pre='{pre}': accepted: .*deepseek-v3")
 
 
 def test_every_architecture_has_such_a_file() -> None:
-    of_files = {case.architecture for case in CASES.values()} | {*gguf_files.ARCHITECTURES.values(), "gpt-oss"}
+    of_files = {case.architecture for case in CASES.values()} | {*gguf_files.ARCHITECTURES.values()}
     assert set(ARCHITECTURES) == of_files

@@ -87,15 +87,6 @@ class Group:
         return any(isinstance(operation, Dequantize) for operation in self.operations)
 
     @property
-    def is_stacked(self) -> bool:
-        """Whether an expert's rows are those of its dequantised tensors, stacked in the order of `patterns`."""
-        places = {"MergeModulelist": 0, "Concatenate": 1, "ConcatenateRows": 1}
-        return all(
-            isinstance(operation, Dequantize) or places.get(type(operation).__name__) == getattr(operation, "dim", None)
-            for operation in self.operations
-        )
-
-    @property
     def patterns(self) -> list[str]:
         """The patterns of `sources`, in the order in which transformers concatenates their results."""
         in_order = self.sources if self.converter is None else self.converter.source_patterns
@@ -141,8 +132,12 @@ class Conversion:
         self.parameters = model.state_dict()
 
     def keeps_rows(self, group: Group) -> bool:
-        """Whether a parameter's (or an expert's) rows are those of its group's matrices, one below another."""
-        return group.is_dequantized and group.is_stacked
+        """Whether a parameter's (or an expert's) rows are those of its group's matrices, in the order of `patterns`."""
+        places = {"MergeModulelist": 0, "Concatenate": 1, "ConcatenateRows": 1}
+        return group.is_dequantized and all(
+            isinstance(operation, Dequantize) or places.get(type(operation).__name__) == getattr(operation, "dim", None)
+            for operation in group.operations
+        )
 
     def matrices(self, group: Group, checkpoint: Checkpoint) -> dict[str, dict[str, Header]]:
         """Of each matrix of a group that keeps rows, or of one expert's, the tensors' headers by ending."""
@@ -174,13 +169,12 @@ class Conversion:
                 )
 
     def parts(
-        self, forms: Sequence[TiledFormat], group: Group, tensors: Tensors, expert: int | None = None
+        self, forms: Sequence[TiledFormat], group: Group, checkpoint: Checkpoint, expert: int | None = None
     ) -> list[tuple[Bytes, ...]]:
-        """The parts of each of a group's matrices, in `forms`, from its tensors (of an expert). Raises CheckpointError
-        naming them.
-        """
+        """The parts of each of a group's matrices (of an expert), in `forms`. Raises CheckpointError naming tensors."""
         assert self._layout is not None
         is_of_all = expert is not None and not group.is_per_expert
+        tensors = read_group(checkpoint, group, expert, as_bytes=True)
         matrices = self._layout.matrices({plain_name(pattern): pattern for pattern in group.patterns})
         parts = []
         for form, patterns in zip(forms, matrices.values(), strict=True):
@@ -188,11 +182,10 @@ class Conversion:
             try:
                 parts.append(form.parts_of(self._layout.read({e: t[0] if is_of_all else t for e, t in stored.items()})))
             except CheckpointError as error:
-                sources = [name for pattern in patterns.values() for name in group.sources[pattern]]
-                if expert is not None and group.is_per_expert:
-                    sources = sources[expert :: len(sources) // len(patterns)]
+                number = 0 if expert is None or is_of_all else expert
+                names = ", ".join(group.sources[pattern][number] for pattern in patterns.values())
                 label = "" if expert is None else f"expert {expert} of "
-                raise CheckpointError(f"{label}{', '.join(sources)}: {error}") from None
+                raise CheckpointError(f"{label}{names}: {error}") from None
         return parts
 
     def target(self, name: str) -> tuple[str, str | None]:
@@ -403,35 +396,28 @@ class ExpertsReader:
 
     def _kept(self, form: ExpertFormat, expert: int) -> Iterator[Bytes]:
         first, second = self._site.expert_weight_names(expert)
-        inner, (down,) = (self._parts(target, expert) for target in (first, second))
+        inner, (down,) = (
+            self._conversion.parts(self._forms[target], self._groups[target], self._checkpoint, expert)
+            for target in (first, second)
+        )
         if len(inner) == 1:  # of gate and up, or there is no gate
             (fused,) = inner
             rows = self._inner_rows(len(fused[0]), self._site.is_concatenated)
             inner = [tuple(part[some] for part in fused) for some in rows]
         return form.pack(inner, down)
 
-    def _parts(self, target: str, expert: int) -> list[tuple[Bytes, ...]]:
-        group = self._groups[target]
-        tensors = read_group(self._checkpoint, group, expert, as_bytes=True)
-        return self._conversion.parts(self._forms[target], group, tensors, expert)
-
     def _kept_format(self) -> ExpertFormat | None:
-        """The checkpoint's format, if nothing is done with its experts but dequantise them, all from the same; else
-        None.
-        """
-        of_experts = {target: self._conversion.forms(group, self._checkpoint) for target, group in self._groups.items()}
+        """The checkpoint's format, if nothing is done with its experts but dequantise them, all alike; else None."""
+        self._forms = {
+            target: self._conversion.forms(group, self._checkpoint) for target, group in self._groups.items()
+        }
         pairs = [self._site.expert_weight_names(expert) for expert in range(self._site.geometry.num_experts)]
-        first, second = ([of_experts[target] for target in targets] for targets in zip(*pairs, strict=True))
-        if not (
-            first[0]
-            and second[0]
-            and all(forms == first[0] for forms in first)
-            and all(forms == second[0] for forms in second)
-        ):
+        (inner, *unlike), (down, *others) = (
+            {tuple(self._forms[target]) for target in targets} for targets in zip(*pairs, strict=True)
+        )
+        if unlike or others or not inner or not down:
             return None
-        gate, *_, up = 2 * first[0]
-        form = ExpertFormat(gate, up, second[0][0])
-        self._forms = of_experts
+        form = ExpertFormat(inner[0], inner[-1], down[0])
         return form if form.fits(self._site.geometry) else None
 
     def _rounded(self, form: RoundingFormat, expert: int, dtype: torch.dtype) -> Iterator[Bytes]:

@@ -467,8 +467,7 @@ class Packing:
             return
         form = self._dense_forms.get(group.target.removesuffix(".weight"))
         if form is not None:
-            tensors = read_group(self._checkpoint, group, as_bytes=True)
-            matrices = self._conversion.parts(self._conversion.forms(group, self._checkpoint), group, tensors)
+            matrices = self._conversion.parts(self._conversion.forms(group, self._checkpoint), group, self._checkpoint)
             parts = [np.concatenate(several) for several in zip(*matrices, strict=True)]
             order = self._conversion.row_order(group)
             parts = parts if order is None else [part[order.numpy()] for part in parts]
