@@ -105,11 +105,11 @@ EXPERT = "1.mlp.experts.3.down_proj"
     [
         ("gptq", on(f"{EXPERT}.scales", lambda one: None), rf"{EXPERT}\.\w+': there is no .*down_proj.scales beside"),
         ("autoawq", on("q_proj.qzeros", lambda one: None), r"q_proj\.\w+': there is no .*q_proj\.qzeros beside it"),
-        ("gptq", on("down_proj.scales", lambda one: one[:2]), r"scales': F16 \[2, 64\]: must be \[4, 64\]"),
+        ("gptq", on("down_proj.scales", lambda one: one[:2]), r"down_proj.qzeros': I32 \[4, 8\]: must be \[2, 8\] for"),
         (
             "gptq",
             on("up_proj.qweight", lambda one: one[:4]),
-            r"qweight' is of \[128, 32\] w.*; must be \[128, 64\]",
+            r"up_proj.g_idx': I32 \[64\]: must be \[32\] for",
         ),
         ("autoawq", on("up_proj.qweight", lambda one: one.T), r"\.scales': F16 \[2, 128\]: must be \[2, 512\]"),
         ("autoawq", on("down_proj.qzeros", lambda one: one[:, :3]), r"qzeros': I32 \[4, 3\]: must be \[4, 8\]"),

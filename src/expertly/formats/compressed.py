@@ -88,7 +88,7 @@ class CompressedLayout(Layout):
 # -- a group of the config ---------------------------------------------------------------------------------------------
 
 
-class _Kind(NamedTuple):
+class _SchemeKind(NamedTuple):
     """A `format`: the ending of numbers, and what `weights` may say."""
 
     numbers: str
@@ -100,12 +100,12 @@ class _Kind(NamedTuple):
 
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _KINDS = {
-    "pack-quantized": _Kind(_PACKED, ("int",), range(2, 9), ("group", "channel")),
-    "int-quantized": _Kind(_WEIGHT, ("int",), (8,), _STRATEGIES),
-    "float-quantized": _Kind(_WEIGHT, ("float",), (8,), _STRATEGIES),
-    "naive-quantized": _Kind(_WEIGHT, ("int", "float"), (8,), _STRATEGIES),
-    "nvfp4-pack-quantized": _Kind(_PACKED, ("float",), (4,), ("tensor_group",), _NVFP4_GROUP),
-    "mxfp4-pack-quantized": _Kind(_PACKED, ("float",), (4,), ("group",), MXFP4_GROUP),
+    "pack-quantized": _SchemeKind(_PACKED, ("int",), range(2, 9), ("group", "channel")),
+    "int-quantized": _SchemeKind(_WEIGHT, ("int",), (8,), _STRATEGIES),
+    "float-quantized": _SchemeKind(_WEIGHT, ("float",), (8,), _STRATEGIES),
+    "naive-quantized": _SchemeKind(_WEIGHT, ("int", "float"), (8,), _STRATEGIES),
+    "nvfp4-pack-quantized": _SchemeKind(_PACKED, ("float",), (4,), ("tensor_group",), _NVFP4_GROUP),
+    "mxfp4-pack-quantized": _SchemeKind(_PACKED, ("float",), (4,), ("group",), MXFP4_GROUP),
 }
 
 

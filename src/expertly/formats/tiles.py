@@ -55,9 +55,9 @@ class TiledFormat(Protocol):
 
     def block_nbytes_of(self, rows: int, columns: int) -> int:
         """Bytes of a block of a matrix by itself. Raises ConfigError where its sizes are not whole tiles."""
-        for what, size, group in (("outputs", rows, TILE_OUTPUTS), ("inputs", columns, self.group)):
+        for side, size, group in (("outputs", rows, TILE_OUTPUTS), ("inputs", columns, self.group)):
             if size % group:
-                raise ConfigError(f"{size} {what}: {self.name} needs a multiple of {group}")
+                raise ConfigError(f"{size} {side}: {self.name} needs a multiple of {group}")
         return columns // self.group * self.tile_nbytes
 
     def pack(self, parts: Sequence[Bytes]) -> Bytes:
@@ -158,7 +158,7 @@ class ExpertFormat:
             ]
             blocks.append(self.down.tiles([_down_tiles(part[:, some]) for part in down]))
             matrices = [tiles.reshape(len(tiles), -1) for tiles in blocks]
-            pad = np.zeros((len(matrices[0]), nbytes - sum(one.shape[1] for one in matrices)), np.uint8)
+            pad = np.zeros((len(matrices[0]), nbytes - sum(matrix.shape[1] for matrix in matrices)), np.uint8)
             yield np.concatenate([*matrices, pad], axis=1)
 
     def decode(self, blocks: torch.Tensor, num_matrices: int, hidden_size: int) -> torch.Tensor:
