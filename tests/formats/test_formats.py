@@ -237,7 +237,9 @@ def test_scales_of_fp8_are_read_as_transformers_reads_them(dtype: torch.dtype) -
 def test_sizes_that_are_no_whole_blocks_are_refused_by_field(tmp_path: Path) -> None:
     source = make_mxfp4_checkpoint(tmp_path / "source")
     set_config(source, intermediate_size=48)
-    refused(source, CheckpointError, r"gate_up_proj_blocks. is of \[256, 64\] weights; must be \[96, 64\], as config.json")
+    refused(
+        source, CheckpointError, r"gate_up_proj_blocks. is of \[256, 64\] weights; must be \[96, 64\], as config.json"
+    )
 
 
 def test_experts_that_are_not_quantised_stay_as_they_are_beside_dense_layers_in_fp8(tmp_path: Path) -> None:
