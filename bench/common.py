@@ -56,21 +56,20 @@ def inflated_model(
     gib: float,
     folder: str | None = None,
     dtype: str = "bfloat16",
-    no_zeros: bool = False,
     num_layers: int | None = None,
 ) -> Path:
-    """A demo model inflated to `gib` GiB of experts, made once a folder and kept for the next benchmark. `no_zeros`:
-    of weights that compress as trained ones do. `num_layers`: only the first so many of its layers.
+    """A demo model inflated to `gib` GiB of experts, made once a folder and kept for the next benchmark. `num_layers`:
+    only the first so many of its layers.
     """
     home = Path(folder or os.environ.get("EXPERTLY_BENCH_DIR", Path(tempfile.gettempdir()) / "expertly-bench"))
     layers = "" if num_layers is None else f"-{num_layers}-layers"
-    out = home / f"demo-{gib:g}gib-{dtype}{layers}{'-no-zeros' if no_zeros else ''}"
+    out = home / f"demo-{gib:g}gib-{dtype}{layers}-no-zeros"
     if not out.exists():
         home.mkdir(parents=True, exist_ok=True)
         tool = ROOT / "tools" / "inflate_model.py"
         command = [sys.executable, tool, out, "--experts-gib", str(gib), "--dtype", dtype]
         cut = [] if num_layers is None else ["--layers", str(num_layers)]
-        subprocess.run([*command, *cut, *(["--no-zeros"] if no_zeros else [])], check=True)
+        subprocess.run([*command, *cut], check=True)
     return out
 
 

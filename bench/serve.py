@@ -62,13 +62,13 @@ class Bench:
         from expertly.serve.memory import PAGE_TOKENS
         from expertly.serve.scheduler import Room
         from expertly.serve.server import ApiServer, assemble, bind
-        from expertly.serve.settings import Access, ServeOptions
+        from expertly.serve.settings import ServeOptions
 
         self.args = args
         self.model, self.tokenizer = expertly.load(folder, device="cpu", **loading)
         self.model.generation_config.eos_token_id = None  # as many tokens as are asked for
         room = Room(256, PAGE_TOKENS, 32 * 9, 32, 64)
-        assembled = assemble(self.model, self.tokenizer, ServeOptions(name="model"), Access(), room)
+        assembled = assemble(self.model, self.tokenizer, ServeOptions(name="model"), (), room)
         self._listener = bind("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]
         is_up = threading.Event()

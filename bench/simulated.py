@@ -94,7 +94,7 @@ def main() -> None:
     args = options(__doc__, systems=",".join(SYSTEMS), memory="25%", warm=2, requests=6, tokens=12, out=None)
     rows = []
     for size, gib, quantize in STORES:
-        folder = inflated_model(gib, no_zeros=True) if gib else demo_folder()
+        folder = inflated_model(gib) if gib else demo_folder()
         store = pack_cached(str(folder), None, quantize=quantize)
         requests = make_requests(folder, args.warm + args.requests, PROMPT_TOKENS, args.tokens)
         settings = {"store": str(store.folder), "warm": args.warm, "requests": requests, "memory": args.memory}

@@ -1,12 +1,10 @@
-"""Widen every expert of a Mixture-of-Experts checkpoint without changing the function it computes.
+"""Widen every expert of a qwen3_moe checkpoint, as the demo model is one, without changing the function it computes.
 
-    python tools/inflate_model.py OUT --experts-gib 3 [--model DIR] [--layers N] [--dtype bfloat16] [--no-zeros]
+    python tools/inflate_model.py OUT --experts-gib 3 [--model DIR] [--layers N] [--dtype bfloat16]
 
-Intermediate neurons are added whose down-projection is zero, so they add nothing to the output; their gate and up rows
-are random. A third of all weights are zeros then, which no trained model has and which compress to nothing: with
-`--no-zeros` those of the down-projection are random, too, and so small that no sum changes. The model's own neurons are
-spread evenly over the new width, so that a lost part of an expert shows. The
-routing stays that of the trained model while the experts get as many bytes as asked for: for tests and measurements of
+Intermediate neurons are added whose gate and up rows are random, and whose down-projection is random, too, but so small
+that no sum changes. The model's own neurons are spread evenly over the new width, so that a lost part of an expert
+shows. The routing stays that of the trained model while the experts get as many bytes as asked for: for measurements of
 size and speed. With `--layers` only the first layers are taken: they route as in the whole model, but what comes out of
 the last of them was not meant to be read as a token.
 """
@@ -33,17 +31,11 @@ DEMO = Path(__file__).parent.parent / "src" / "expertly" / "data" / "demo"
 WIDTH_STEP = 128
 SHARD_NBYTES = 1 << 28
 TINY = 2.0**-80
-"""A down-projection of this size adds nothing to any output of a usual size."""
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-WIDTH_FIELDS = {
-    "qwen3_moe": "moe_intermediate_size",
-    "qwen2_moe": "moe_intermediate_size",
-    "olmoe": "intermediate_size",
-    "mixtral": "intermediate_size",
-}
+"""A down-projection of this size adds nothing to any output of a usual size. float16 has none."""
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+FAMILY, WIDTH_FIELD = "qwen3_moe", "moe_intermediate_size"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-EXPERT = re.compile(r"\.experts\.(?:\d+\.)?(gate_proj|up_proj|down_proj|w1|w2|w3|gate_up_proj)(?:\.weight)?$")
-KINDS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj)\.weight$")
 
 
 class InflateError(Exception):
@@ -58,7 +50,7 @@ class Source:
     config: dict[str, Any]
     tensors: dict[str, tuple[Path, tuple[int, ...]]]
     expert_kinds: dict[str, str]
-    """Tensor name -> gate_proj, up_proj, down_proj or gate_up_proj, for the tensors that are experts."""
+    """Tensor name -> gate_proj, up_proj or down_proj, for the tensors that are experts."""
     width: int
 
     @property
@@ -68,15 +60,13 @@ class Source:
 
 
 def open_source(folder: Path, num_layers: int | None = None) -> Source:
-    """Index `folder`, or its first `num_layers`. InflateError if it is not a checkpoint of a family in WIDTH_FIELDS."""
+    """Index `folder`, or its first `num_layers`. InflateError if it is not a checkpoint of FAMILY."""
     if not (folder / "config.json").exists():
         raise InflateError(f"--model {folder}: no config.json there; give a transformers model folder")
     config = json.loads((folder / "config.json").read_text())
     family = config.get("model_type")
-    if family not in WIDTH_FIELDS:
-        raise InflateError(
-            f"--model {folder}: model_type {family!r} is not supported; accepted: {', '.join(WIDTH_FIELDS)}"
-        )
+    if family != FAMILY:
+        raise InflateError(f"--model {folder}: model_type {family!r} is not supported; accepted: {FAMILY}")
     tensors: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
@@ -84,20 +74,17 @@ def open_source(folder: Path, num_layers: int | None = None) -> Source:
                 tensors[name] = (file, tuple(opened.get_slice(name).get_shape()))
     if num_layers is not None:
         tensors = _cut_layers(config, tensors, num_layers)
-    kinds = {name: KINDS.get(m[1], m[1]) for name in tensors if (m := EXPERT.search(name))}
-    width = int(config[WIDTH_FIELDS[family]])
-    if "down_proj" not in kinds.values():
-        raise InflateError(f"--model {folder}: no experts with gate, up and down projections in its safetensors files")
+    kinds = {name: m[1] for name in tensors if (m := EXPERT.search(name))}
+    width = int(config[WIDTH_FIELD])
     unknown = sorted(name for name in tensors if ".experts." in name and name not in kinds)
-    if unknown:
-        raise InflateError(f"--model {folder}: expert tensor {unknown[0]} is neither gate, up nor down projection")
+    if unknown or not kinds:
+        raise InflateError(
+            f"--model {folder}: experts must be gate, up and down projections of their own: {unknown[:1]}"
+        )
     for name, kind in kinds.items():
-        axis = -1 if kind == "down_proj" else -2
-        expected = 2 * width if kind == "gate_up_proj" else width
-        if tensors[name][1][axis] != expected:
-            raise InflateError(
-                f"--model {folder}: {name} is {tensors[name][1]}, expected {expected} intermediate neurons"
-            )
+        if tensors[name][1][-1 if kind == "down_proj" else -2] != width:
+            shape = tensors[name][1]
+            raise InflateError(f"--model {folder}: {name} is {shape}, expected {width} intermediate neurons")
     return Source(folder, config, dict(sorted(tensors.items(), key=_by_number)), kinds, width)
 
 
@@ -134,23 +121,16 @@ class Widener:
     would take most of the time.
     """
 
-    def __init__(
-        self, old: int, new: int, dtype: torch.dtype, generator: torch.Generator, no_zeros: bool = False
-    ) -> None:
+    def __init__(self, old: int, new: int, dtype: torch.dtype, generator: torch.Generator) -> None:
         self.new, self.dtype = new, dtype
-        self._down_std = TINY if no_zeros else 0.0
         self._generator = generator
         self._noise = torch.randn(1 << 23, generator=generator).to(dtype)
         self._positions = torch.arange(old) * new // old  # where the old neurons go among the new ones
 
     def widen(self, kind: str, tensor: Tensor) -> Tensor:
-        """[..., I, H] (gate, up), [..., 2I, H] (gate over up) or [..., H, I] (down), I = old -> the same, I = new."""
-        if tensor.dim() == 3:
-            return torch.stack([self.widen(kind, expert) for expert in tensor])
-        if kind == "gate_up_proj":
-            return torch.cat([self.widen("gate_proj", half) for half in tensor.chunk(2)])
+        """[I, H] (gate, up) or [H, I] (down), I = old -> the same, I = new."""
         if kind == "down_proj":
-            widened = self._random(tensor.shape[0], self.new, self._down_std)
+            widened = self._random(tensor.shape[0], self.new, TINY)
             widened[:, self._positions] = tensor.to(self.dtype)
         else:
             widened = self._random(self.new, tensor.shape[1], float(tensor.float().std()))
@@ -158,8 +138,6 @@ class Widener:
         return widened
 
     def _random(self, rows: int, columns: int, std: float) -> Tensor:
-        if not std:
-            return torch.zeros(rows, columns, dtype=self.dtype)
         count, noise = rows * columns, self._noise
         if count >= len(noise):
             noise = noise.repeat(count // len(noise) + 1)
@@ -170,7 +148,7 @@ class Widener:
 def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     shard: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        if shard and sum(one.nbytes for one in shard.values()) + tensor.nbytes > SHARD_NBYTES:
+        if shard and sum(kept.nbytes for kept in shard.values()) + tensor.nbytes > SHARD_NBYTES:
             yield shard
             shard = {}
         shard[name] = tensor.contiguous()
@@ -184,7 +162,7 @@ def write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
         file = f"model-{number:05d}.safetensors"
         save_file(shard, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
-        total += sum(one.nbytes for one in shard.values())
+        total += sum(tensor.nbytes for tensor in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     return number
@@ -203,7 +181,6 @@ def inflate(
     model: Path = DEMO,
     dtype: str = "bfloat16",
     seed: int = 0,
-    no_zeros: bool = False,
     num_layers: int | None = None,
 ) -> Inflated:
     """Write to `out`, which must not exist, `model` (or its first layers) with experts of about `experts_gib` GiB.
@@ -214,8 +191,6 @@ def inflate(
         raise InflateError(f"OUT {out}: exists already; give a new path")
     if dtype not in DTYPES:
         raise InflateError(f"--dtype {dtype}: accepted: {', '.join(DTYPES)}")
-    if no_zeros and dtype == "float16":
-        raise InflateError("--no-zeros: float16 has no numbers so small; accepted: --dtype bfloat16 or float32")
     torch_dtype = DTYPES[dtype]
     source = open_source(model, num_layers)
     width = choose_width(source, int(experts_gib * 2**30), torch_dtype.itemsize)
@@ -224,7 +199,7 @@ def inflate(
     partial.mkdir(parents=True)
     try:
         _copy_other_files(source, partial, width, dtype)
-        widener = Widener(source.width, width, torch_dtype, torch.Generator().manual_seed(seed), no_zeros)
+        widener = Widener(source.width, width, torch_dtype, torch.Generator().manual_seed(seed))
         num_shards = write_shards(partial, _tensors(source, widener))
         partial.rename(out)
     finally:
@@ -237,7 +212,7 @@ def _copy_other_files(source: Source, to: Path, width: int, dtype: str) -> None:
         if file.is_file() and ".safetensors" not in file.name and file.suffix not in {".bin", ".md", ".py"}:
             shutil.copy(file, to / file.name)
     config = dict(source.config)
-    config[WIDTH_FIELDS[config["model_type"]]] = width
+    config[WIDTH_FIELD] = width
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
     (to / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -262,19 +237,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="only the first so many of the model's layers")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-zeros", action="store_true", help="added down-projections are tiny instead of zero")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the work is copying: on a busy machine, waiting for a second thread made it 20x slower
     try:
-        result = inflate(
-            given.out, given.experts_gib, given.model, given.dtype, given.seed, given.no_zeros, given.layers
-        )
+        result = inflate(args.out, args.experts_gib, args.model, args.dtype, args.seed, args.layers)
     except InflateError as error:
         print(f"inflate_model: {error}", file=sys.stderr)
         return 2
     gib = result.experts_nbytes / 2**30
     size = f"{result.experts_nbytes} bytes ({gib:.3f} GiB)"
-    print(f"{given.out}: experts {size}, I = {result.width}, {result.num_shards} safetensors files")
+    print(f"{args.out}: experts {size}, I = {result.width}, {result.num_shards} safetensors files")
     return 0
 
 

@@ -72,7 +72,7 @@ def main() -> None:
     if args.experts:
         args.formats = "none"
         peers = [peer for peer in peers if peer != "accelerate"]  # which has no GGUF
-    model = inflated_model(**MODELS[args.model], no_zeros=True)
+    model = inflated_model(**MODELS[args.model])
     requests = make_requests(model, args.requests + 1, args.prompt, args.tokens)
     context = -(-(args.prompt + args.tokens) // 256) * 256
     with tempfile.TemporaryDirectory(dir=model.parent) as scratch:

@@ -17,7 +17,7 @@ import pytest
 from expertly.api import unload
 from expertly.cli.main import main
 from expertly.serve.server import open_server
-from expertly.serve.settings import Access, ServeOptions
+from expertly.serve.settings import ServeOptions
 from lab.tests.sim.drive import make_trace, random_passes, sized
 from tests.commands import RunningCommand
 from tests.serve.conftest import greedy, running
@@ -162,7 +162,7 @@ def test_a_policy_of_the_page_is_compared_and_served(
     (row,) = [row for row in json.loads(capsys.readouterr().out)["rows"] if row["system"] == system]
     assert 0 < row["engine"]["hit_rate"] == row["simulated"]["hit_rate"] < 1
     options = ServeOptions(name="demo", system=system, memory="25%", dtype="float32", device="cpu", context=128)
-    assembled = open_server(options, Access())
+    assembled = open_server(options)
     with running(assembled) as serving:
         (told,) = serving.client.models.list().data
         assert told.model_dump()["expertly"]["system"] == system

@@ -41,13 +41,7 @@ from expertly.native.kernels import choose_kernels
 from expertly.options import AUTO, LOAD_OPTIONS, LoadOptions, described
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
-from expertly.scheduler.systems import (
-    AUTO_SYSTEM,
-    BASE_SYSTEM,
-    System,
-    get_runnable,
-    without_prediction,
-)
+from expertly.scheduler.systems import AUTO_SYSTEM, BASE_SYSTEM, System, get_runnable, without_prediction
 from expertly.store.packed import PackedStore
 
 
@@ -179,18 +173,17 @@ def _place(
     if not peers:
         return Placement(geometry, [1]), divide(store, geometry, system, request, target), []
     alone = divide(store, geometry, get_runnable(BASE_SYSTEM), request, target)  # whose experts need not all fit here
-    own, memories = alone.budget.memory_nbytes, memory_of_workers(peers, geometry.nbytes)
-    placement = Placement.by_memory(geometry, [own, *memories])
+    near, memories = alone.budget.memory_nbytes, memory_of_workers(peers, geometry.nbytes)
+    placement = Placement.by_memory(geometry, [near, *memories])
     if system.keeps_everything:
         request = replace(request, memory=None)
     elif request.is_stated:
-        request = replace(request, memory=own)
-    here, *away = (share.geometry for share in placement.shares)
-    division = divide(store, here, system, request, target)
-    held = sum(share.nbytes for share in away) / geometry.nbytes
-    reason = alone.reason if request.is_stated else division.reason
+        request = replace(request, memory=near)
+    home, *away = (share.geometry for share in placement.shares)
+    division = divide(store, home, system, request, target)
+    held = format_share(sum(share.nbytes for share in away) / geometry.nbytes)
     workers = "1 worker computes" if len(peers) == 1 else f"{len(peers)} workers compute"
-    reason = f"{reason}; {workers} {format_share(held)} of the experts"
+    reason = f"{(alone if request.is_stated else division).reason}; {workers} {held} of the experts"
     return placement, replace(division, reason=reason), memories
 
 
@@ -201,11 +194,8 @@ def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) ->
     model = with_quantisation(model, asked.device, asked.total_memory)
     packing = _labelled(progress, "packing")
     store = pack_cached(model, asked.dtype, progress=packing, quantize=asked.quantize)
-    if asked.verify != "never":
-        store = replace(store, checked=store.check_dense())
+    store = replace(store, sums=()) if asked.verify == "never" else replace(store, checked=store.check_dense())
     store.check_claims()
-    if asked.verify == "never":
-        return replace(store, sums=())
     return replace(store, check_every=1) if asked.verify == "always" else store
 
 
@@ -216,20 +206,19 @@ def _memory_request(
     if callable(context):
         context = context(load_tokenizer(store.extras))
         context = min(context, store.positions or context)  # no text is longer
-    shared = None if cache is None else cache(store)
-    return MemoryRequest(asked.memory, context, asked.total_memory, cache=shared)
+    return MemoryRequest(asked.memory, context, asked.total_memory, cache=cache(store) if cache else None)
 
 
 def _open_engine(chosen: _Chosen, target: torch.device, opened: ExitStack) -> Engine:
     """The engine with its device, slots, readers and scheduler, and workers; `opened` closes them."""
     system, store, known, options = chosen.system, chosen.store, Known(), chosen.options
     dtype, kind = getattr(torch, store.manifest.dtype), kind_of(target)
-    here, *away = chosen.placement.shares
-    geometry, budget = here.geometry, system.budget(here.geometry, chosen.division.budget, known)
+    home, *away = chosen.placement.shares
+    geometry, budget = home.geometry, system.budget(home.geometry, chosen.division.budget, known)
     scheduler = system.scheduler(geometry, budget, known)
     remotes = open_workers(chosen.peers, away, memories=chosen.worker_nbytes, store=store, system=system)
     host_nbytes = kind.host_nbytes(target, options.host_memory, geometry.nbytes)
-    source: ExtentSource = StoreOfShare(store, here) if remotes else store
+    source: ExtentSource = StoreOfShare(store, home) if remotes else store
     device = kind.make(target, source, geometry, scheduler.budget.pool_slots(), dtype, host_nbytes)
     opened.callback(device.close)
     shard = Shard(str(target), scheduler, device)
@@ -286,8 +275,7 @@ def _begin_prediction(chosen: _Chosen, loaded: Any, engine: Engine) -> tuple[Sys
         if why is None:
             raise
         without = without_prediction(system)
-        fallback = f"system {system.name} runs as {without.name}: {error}"
-        return without, f"{why}; {fallback}"
+        return without, f"{why}; system {system.name} runs as {without.name}: {error}"
     return system, why
 
 
@@ -300,22 +288,22 @@ def unload(model: Any) -> None:
     """Free the threads, files and memory behind a loaded model; it cannot run any more. Idempotent. A forward pass that
     another thread runs raises EngineClosedError.
     """
-    behind = handle(model)
-    behind.engine.stop()
+    loaded = handle(model)
+    loaded.engine.stop()
     with between_passes(model):
-        behind.finalizer()
+        loaded.finalizer()
 
 
 def handle(model: Any) -> Handle:
     """The store, engine and statistics of a loaded model. Raises ModelUseError for any other model."""
-    behind = getattr(model, "_expertly_handle", None)
-    if not isinstance(behind, Handle):
+    loaded = getattr(model, "_expertly_handle", None)
+    if not isinstance(loaded, Handle):
         raise ModelUseError(f"{type(model).__name__} was not loaded by expertly.load: there is nothing behind it")
-    return behind
+    return loaded
 
 
-def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
-    return None if progress is None else lambda done, total: progress(what, done, total)
+def _labelled(progress: Progress | None, label: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(label, done, total)
 
 
 def _show_options() -> None:
@@ -323,8 +311,8 @@ def _show_options() -> None:
     signature = inspect.signature(load)
     *named, _ = signature.parameters.values()
     each = [
-        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
-        for one in fields(LoadOptions)
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(LoadOptions)
     ]
     load.__signature__ = signature.replace(parameters=[*named, *each])  # type: ignore[attr-defined]
     load.__doc__ = f"{load.__doc__}\n    Options:\n\n{described()}\n    "

@@ -54,10 +54,6 @@ class BenchTurn:
     def seconds(self) -> float:
         return sum(played.seconds for played in self.times)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.answers))
-
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
@@ -141,11 +137,11 @@ class Bench:
                 self._num_turns += 1
                 total = settings.rounds * len(settings.systems) * num_budgets
                 self._progress(f"{budget.memory}, {name}", self._num_turns, total)
-        base = None if BASE_SYSTEM in failed else turns[BASE_SYSTEM]
+        base = [] if BASE_SYSTEM in failed else turns[BASE_SYSTEM]
         return [
-            BenchRow(budget.memory, budget.nbytes, name, reason=failed[name])
-            if name in failed
-            else _row(budget, name, turns[name], base)
+            BenchRow(budget.memory, budget.nbytes, name, **_figures(turns[name], base))
+            if name not in failed
+            else BenchRow(budget.memory, budget.nbytes, name, reason=failed[name])
             for name in settings.systems
         ]
 
@@ -161,7 +157,8 @@ class Bench:
 
     def _turn(self, name: str, budget: BenchBudget, prompts: Sequence[AskedPrompt]) -> BenchTurn:
         with self._loaded(name, memory=budget.nbytes) as (model, _):
-            answers, times = zip(*(answer(model, one.tokens, self.settings.num_tokens) for one in prompts), strict=True)
+            played = [answer(model, prompt.tokens, self.settings.num_tokens) for prompt in prompts]
+            answers, times = zip(*played, strict=True)
             decode = api.stats(model).as_dict()["phases"]["decode"]
             return BenchTurn(answers, times, decode["hit_rate"], decode["bytes_loaded"])
 
@@ -179,25 +176,23 @@ class Bench:
                     )
 
 
-def _row(budget: BenchBudget, name: str, turns: Sequence[BenchTurn], base: Sequence[BenchTurn] | None) -> BenchRow:
+def _figures(turns: Sequence[BenchTurn], base: Sequence[BenchTurn]) -> dict[str, Any]:
     times = [played for turn in turns for played in turn.times]
     steps = [played.tpot_s for played in times if played.tpot_s is not None]
     rates = [turn.hit_rate for turn in turns if turn.hit_rate is not None]
     num_decoded = sum(len(played.steps_s) for played in times)
-    ratios = [] if base is None else [turn.seconds / other.seconds for turn, other in zip(turns, base, strict=True)]
-    return BenchRow(
-        budget.memory,
-        budget.nbytes,
-        name,
-        statistics.median(steps) if steps else None,
-        statistics.median(played.ttft_s for played in times),
-        sum(turn.num_tokens for turn in turns) / sum(turn.seconds for turn in turns),
-        statistics.mean(rates) if rates else None,
-        sum(turn.loaded_nbytes for turn in turns) / num_decoded if num_decoded else None,
-        statistics.median(ratios) if ratios else None,
-        min(ratios, default=None),
-        max(ratios, default=None),
-    )
+    num_tokens = sum(len(tokens) for turn in turns for tokens in turn.answers)
+    ratios = [turn.seconds / other.seconds for turn, other in zip(turns, base, strict=False)]
+    return {
+        "tpot_s": statistics.median(steps) if steps else None,
+        "ttft_s": statistics.median(played.ttft_s for played in times),
+        "tokens_per_s": num_tokens / sum(turn.seconds for turn in turns),
+        "hit_rate": statistics.mean(rates) if rates else None,
+        "bytes_per_token": sum(turn.loaded_nbytes for turn in turns) / num_decoded if num_decoded else None,
+        "ratio": statistics.median(ratios) if ratios else None,
+        "ratio_low": min(ratios, default=None),
+        "ratio_high": max(ratios, default=None),
+    }
 
 
 def fastest(rows: Sequence[BenchRow]) -> BenchRow | None:

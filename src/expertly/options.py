@@ -49,18 +49,14 @@ def one_of(*names: str) -> Callable[[str], str]:
     return checked(str, " or ".join(names), lambda text: text in names)
 
 
-def number(accepted: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
-    return checked(float, accepted, accepts)
-
-
 def path_name(text: str) -> Path:
     if not text:  # as of a shell's variable that is not set: it would mean this folder
         raise ValueError("the name of a file or a folder")
     return Path(text)
 
 
-temperature = number("0 (greedy), or from 0.0001", lambda value: value == 0 or 1e-4 <= value < float("inf"))
-probability = number("above 0 and at most 1", lambda value: 0 < value <= 1)
+temperature = checked(float, "0 (greedy), or from 0.0001", lambda value: value == 0 or 1e-4 <= value < float("inf"))
+probability = checked(float, "above 0 and at most 1", lambda value: 0 < value <= 1)
 seed = checked(int, "a whole number from 0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63)
 
 
@@ -72,7 +68,6 @@ class OptionInfo:
     metavar: str
     parse: Callable[[str], Any]  # whose ValueError says what is accepted
     is_flag: bool
-    least: int | None  # of a whole number
     panel: str | None
     is_argument: bool
     is_several: bool
@@ -98,7 +93,7 @@ def option(
     kind = type or usual
     parse = {int: whole_number(least or 0), Path: path_name}.get(kind, kind)
     metavar = metavar or ("N" if kind is int else "TEXT")
-    info = OptionInfo(help, metavar, parse, kind is bool, least, panel, is_argument, is_several)
+    info = OptionInfo(help, metavar, parse, kind is bool, panel, is_argument, is_several)
     return field(default=default, metadata={"option": info})
 
 
@@ -221,12 +216,9 @@ class LoadOptions:
         check_one_memory(self.memory, self.total_memory)
         if self.workers is None and self.worker_memory != AUTO:
             raise ConfigError(f"worker_memory={str(self.worker_memory)!r}: only with the option `workers`")
-        for name, one in LOAD_OPTIONS.items():
-            value, least = getattr(self, name), one.metadata["option"].least
-            if least is None or value is None or callable(value):
-                continue
-            if type(value) is not int or value < least:
-                raise ConfigError(f"{name}={value!r}: must be a whole number from {least}")
+        context = self.context
+        if context is not None and not callable(context) and (type(context) is not int or context < 1):
+            raise ConfigError(f"context={context!r}: must be a whole number from 1")
 
 
 def dtype_name(dtype: Any) -> str | None:
@@ -237,7 +229,7 @@ def dtype_name(dtype: Any) -> str | None:
     return name.removeprefix("torch.")
 
 
-LOAD_OPTIONS: dict[str, Field[Any]] = {one.name: one for one in fields(LoadOptions)}
+LOAD_OPTIONS: dict[str, Field[Any]] = {entry.name: entry for entry in fields(LoadOptions)}
 
 
 def load_option(name: str, **changed: Any) -> Any:
@@ -260,7 +252,7 @@ def flag_of(name: str) -> str:
 
 def described() -> str:
     """The options for a docstring."""
-    return "\n".join(f"    {name}: {one.metadata['option'].help}." for name, one in LOAD_OPTIONS.items())
+    return "\n".join(f"    {name}: {entry.metadata['option'].help}." for name, entry in LOAD_OPTIONS.items())
 
 
 def names(field: str, text: str) -> list[str]:

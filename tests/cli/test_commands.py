@@ -95,7 +95,6 @@ def test_a_broken_command_is_named_and_the_others_work(install: Install, capsys:
     assert main(["greet", "hello"]) == 7
     assert capsys.readouterr() == ("Hello you\n", ""), "who does not ask is not told"
     assert "(broken_greeting:X of acme): cannot be loaded" in refusal(capsys, "sick", "--help")
-    assert told(capsys, "run", "--help").count("Chat with a model") == 1
 
 
 def test_without_the_laboratory_its_commands_say_how_to_install_it(install: Install, capsys: Captured) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from functools import partial
 from pathlib import Path
 
@@ -31,17 +30,17 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_prints_tables_and_writes_the_profile_into_the_cache_folder(tmp_path: Path, capsys: Captured):
     assert main(["doctor"]) == 0
     out, err = capsys.readouterr()
-    for row in ("disk ", "one of 64 KiB", "memory: matrix x vector, bfloat16"):
+    kernels, path = choose_kernels(), tmp_path / "cache" / "machine.json"
+    for row in (
+        "disk ",
+        "one of 64 KiB",
+        "memory: matrix x vector, bfloat16",
+        f"kernels {kernels.name}: {kernels.reason}",
+    ):
         assert any(line.startswith(row) for line in out.splitlines()), out
-    path = tmp_path / "cache" / "machine.json"
-    assert str(path) in err
-    profile = MachineProfile.read(path)
-    assert profile.disk is not None and profile.disk.folder == str(tmp_path / "cache")
-    assert profile.storage.nbytes_per_s > 0
+    disk = MachineProfile.read(path).storage
+    assert str(path) in err and disk.folder == str(tmp_path / "cache") and disk.nbytes_per_s > 0
     assert [child.name for child in path.parent.iterdir()] == ["machine.json"]
-    kernels = choose_kernels()
-    assert f"kernels {kernels.name}: {kernels.reason}" in out.splitlines()
-    assert kernels.name.startswith("native ") or kernels.reason.startswith("not compiled")
 
 
 def test_figures_of_a_busy_machine_are_said_to_be_so_and_not_kept(
@@ -62,9 +61,8 @@ def test_json_is_the_profile_and_the_problems(tmp_path: Path, monkeypatch: pytes
     """And kernels may be chosen."""
     monkeypatch.setenv("EXPERTLY_KERNELS", "torch")
     (tmp_path / "disk").mkdir()
-    path, start = tmp_path / "profile.json", time.monotonic()
+    path = tmp_path / "profile.json"
     printed = answer(capsys, "doctor", "--dir", tmp_path / "disk", "--out", path)
-    assert 0 < printed["seconds"] <= time.monotonic() - start
     assert printed.items() >= json.loads(path.read_text()).items() and printed["profile_path"] == str(path)
     assert printed["kernels"] == {"name": "torch", "why": "EXPERTLY_KERNELS=torch"}
     assert all(problem.keys() == {"level", "subject", "text"} for problem in printed["problems"])

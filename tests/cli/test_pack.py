@@ -34,18 +34,14 @@ def test_packs_lists_verifies_and_removes(capsys: Captured, model: Path, cache: 
     assert answer(capsys, "pack", "--list")["stores"] == [] and not store.exists()
 
 
-def test_says_the_same_to_people(capsys: Captured, model: Path, tmp_path: Path) -> None:
-    assert main(["pack", str(model), "--out", str(tmp_path / "store"), "--dtype", "bfloat16"]) == 0
+def test_says_the_same_to_people_and_refuses_a_damaged_store(capsys: Captured, model: Path, tmp_path: Path) -> None:
+    assert main(["pack", str(model), "--out", str(tmp_path / "store")]) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{tmp_path / 'store'}\n"  # for scripts
-    assert "qwen3_moe, 24 experts in 3 layers, 72 KiB in bfloat16" in captured.err
+    assert "qwen3_moe, 24 experts in 3 layers, 144 KiB in float32" in captured.err
     for words, said in ((["--verify", str(tmp_path / "store")], "is whole"), (["--list"], "no store in")):
         assert main(["pack", *words]) == 0
         assert said in capsys.readouterr().err
-
-
-def test_refuses_a_damaged_store(capsys: Captured, model: Path, tmp_path: Path) -> None:
-    answer(capsys, "pack", model, "--out", tmp_path / "store")
     path = tmp_path / "store" / "experts-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -56,7 +56,8 @@ def expected(model: Path, messages: Sequence[tuple[str, Said]], num_tokens: int 
 
 
 def continued(model: Path, *parts: Said, num_tokens: int = NUM_TOKENS) -> list[int]:
-    tokens = [one for part in parts for one in (CHARACTERS(part)["input_ids"] if isinstance(part, str) else part)]
+    cut = [CHARACTERS(part)["input_ids"] if isinstance(part, str) else part for part in parts]
+    tokens = [token for part in cut for token in part]
     return list(reference_generate(model, [tokens], max_new_tokens=num_tokens)[0])
 
 
@@ -110,15 +111,14 @@ def test_a_chat_of_three_turns(chatting: Path, monkeypatch: pytest.MonkeyPatch, 
     assert run(chatting) == 0
     captured = capsys.readouterr()
     answers = [part.partition("\n[")[0] for part in captured.out.split(PROMPT)[1:]]
-    assert [answers[turn] for turn in (1, 2, 6, 8)] == [written(one) for one in (first, second, first, instructed)]
+    assert [answers[turn] for turn in (1, 2, 6, 8)] == [*map(written, (first, second, first, instructed))]
     assert "decode" in answers[3] and "/clear" in answers[4] and len(answers) == 10
     assert "a message must be UTF-8" in captured.err and "50.0% of" in captured.err
 
 
-def test_the_demo_model_answers_three_times_where_nothing_is_asked_for(
+def test_an_answer_without_a_length_that_was_asked_for_leaves_room_for_the_next_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ):
-    """An answer without a length that was asked for leaves room for the next ones."""
     type_lines(monkeypatch, "Once upon a time", "He said", "She said")
     assert main(["run", "demo", "--seed", "0"]) == 0
     captured = capsys.readouterr()
@@ -179,20 +179,12 @@ def test_what_does_not_fit_the_model_is_refused_and_forgotten(loaded: tuple[Any,
     assert conversation.messages == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--json"], "json: a chat is for people"),
-        (["--max-new-tokens", str(10**20)], f"max_new_tokens={10**20}: accepted: at most the model's 512 positions"),
-        (["Hi", "--max-new-tokens", str(10**20)], "accepted: at most the model's 512 positions"),
-    ],
-)
-def test_what_no_chat_or_answer_can_be_is_refused(
-    arguments: list[str], said: str, chatting: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-):
+def test_what_no_chat_can_be_is_refused(chatting: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
     type_lines(monkeypatch)
-    assert main(["run", str(chatting), "--memory", "50%", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    too_long = f"max_new_tokens={10**20}: accepted: at most the model's 512 positions"
+    for arguments, said in (["--json"], "a chat is for people"), (["--max-new-tokens", str(10**20)], too_long):
+        assert main(["run", str(chatting), "--memory", "50%", *arguments]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_speculation_changes_no_token(chatting: Path, capsys: Captured):

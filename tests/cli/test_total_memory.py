@@ -15,13 +15,7 @@ from expertly.hardware import forecast, machine
 from expertly.hardware.forecast import Speed
 from tests.cli.asking import Captured, answer
 from tests.command_lines import commands_of, flags_of
-from tests.families import make_checkpoint
 from tests.hardware.test_profile import PROFILE
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", seed=17, tokenizer=True)
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, repeat
 
 import pytest
 
@@ -15,14 +15,8 @@ QUIET = Reading(time_s=0.0, load=0.2, own_s=0.0, busy_s=0.0, stolen_s=0.0)
 
 def say(monkeypatch: pytest.MonkeyPatch, *readings: Reading) -> None:
     """From now on each moment is the next of these, the last of them again and again."""
-    left = iterate(*readings)
+    left = chain(readings, repeat(readings[-1]))
     monkeypatch.setattr(neighbours, "read_system", lambda: next(left))
-
-
-def iterate(*readings: Reading) -> Iterator[Reading]:
-    yield from readings
-    while True:
-        yield readings[-1]
 
 
 def after(reading: Reading, seconds: float, **taken: float) -> Reading:

@@ -38,10 +38,9 @@ def of(needs: ModelNeeds, free: int = FREE) -> ModelForecast:
     return forecast(needs, BARE, LAPTOP, free)
 
 
-@pytest.mark.parametrize("beside_ns", [500_000, 5_000_000])
-def test_what_a_step_takes_beside_its_weights_is_measured(beside_ns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_takes_beside_its_weights_is_measured(needs: ModelNeeds, monkeypatch: pytest.MonkeyPatch) -> None:
     """However short that is: nothing is assumed of calls and steps."""
-    demo, tokens = needs_of(None), module._CALIBRATION_TOKENS
+    demo, tokens, beside_ns = needs, module._CALIBRATION_TOKENS, 500_000
     nbytes = demo.dense_nbytes + sum(layer.top_k * layer.expert_nbytes for layer in demo.layers)
     taken_ns = round(nbytes / BARE.weights_nbytes_per_s * 1e9) + beside_ns
     moments = iter([moment for num in (0, 1, 1 + tokens, 1, 1 + tokens) for moment in (0, num * taken_ns)])
@@ -75,15 +74,9 @@ def test_a_config_alone_says_as_much(needs: ModelNeeds, tmp_path: Path) -> None:
             {"num_hidden_layers": 10**9},
             "config.json",
             CheckpointError,
-            "=1000000000: accepted without weights: at most",
+            "=1000000000: accepted without weights",
         ),
-        ({"model_type": "llama"}, "config.json", UnsupportedModelError, "not a Mixture-of-Experts model"),
-        (
-            {"quantization_config": {"quant_method": "hqq"}},
-            "*",
-            UnsupportedModelError,
-            "'hqq' .*packing cannot undo it",
-        ),
+        ({"quantization_config": {"quant_method": "hqq"}}, "*", UnsupportedModelError, "'hqq' .*cannot undo it"),
         ({}, "nothing", CheckpointError, "no such folder"),
     ],
 )
@@ -101,13 +94,13 @@ def test_what_is_no_model_for_us_is_refused(
 
 def test_more_memory_hits_more_and_is_faster(needs: ModelNeeds) -> None:
     found = of(needs)
-    assert [one.share for one in found.speeds] == [0.05, 0.1, 0.25, 0.5, 0.75, 1.0]
+    assert [speed.share for speed in found.speeds] == [0.05, 0.1, 0.25, 0.5, 0.75, 1.0]
     for less, more in zip(found.speeds, found.speeds[1:], strict=False):
         assert all(a < b for a, b in zip(less.tokens_per_s, more.tokens_per_s, strict=True))
         assert all(a < b for a, b in zip(less.hit_rate, more.hit_rate, strict=True))
     quarter = found.speeds[2]
     assert quarter.hit_rate == (0.476, 0.617), "of a family that was not recorded: from the worst to the best of all"
-    assert found.fitting_share == 1.0 and all(one.fits for one in found.speeds)
+    assert found.fitting_share == 1.0 and all(speed.fits for speed in found.speeds)
     assert found.command == "expertly run demo"
 
 
@@ -129,9 +122,8 @@ def test_experts_in_a_format_are_as_fast_as_it_is_decoded(needs: ModelNeeds, mon
 def test_a_token_takes_what_the_roofline_says(needs: ModelNeeds) -> None:
     """Computed by hand: weights at their rate, layers, and the experts that a recorded cache lacks from the disk."""
     speed = Speed(1e10, 5e9, 1_000_000, 1e9, 100_000, None, None)
-    (half,) = (
-        one for one in forecast(replace(needs, model_type="gpt_oss"), BARE, speed, FREE).speeds if one.share == 0.5
-    )
+    speeds = forecast(replace(needs, model_type="gpt_oss"), BARE, speed, FREE).speeds
+    (half,) = (expected for expected in speeds if expected.share == 0.5)
     layer, num = needs.layers[0], len(needs.layers)
     experts = num * layer.top_k * layer.expert_nbytes
     dense = num * needs.dense.layer_nbytes + needs.dense.head_nbytes
@@ -143,25 +135,19 @@ def test_a_token_takes_what_the_roofline_says(needs: ModelNeeds) -> None:
 
 
 def test_behind_an_accelerator_what_the_host_lacks_comes_from_the_disk(needs: ModelNeeds) -> None:
-    speed = Speed(1e12, 1e12, 100_000, 2e10, 20_000, 1e9, needs.experts_nbytes)
-    all_in_host, half = (forecast(needs, PROFILE, one, FREE) for one in (speed, replace(speed, host_nbytes=1 << 24)))
-    for fast, slow in list(zip(all_in_host.speeds, half.speeds, strict=True))[:3]:
-        assert slow.tokens_per_s < fast.tokens_per_s and slow.hit_rate == fast.hit_rate
-    assert half.speeds[-1].tokens_per_s == all_in_host.speeds[-1].tokens_per_s
-
-
-@pytest.mark.parametrize(
-    ("host_nbytes", "said"),
-    [(GIB, r"copying the others from the host \(20.00 GB/s"), (1 << 24, r"reading the others \(1.00 GB/s")],
-)
-def test_what_decides_is_where_missing_experts_come_from(needs: ModelNeeds, host_nbytes: int, said: str) -> None:
-    """Behind an accelerator with room for a part: the host's memory, where it holds all, else the disk."""
-    speed = Speed(1e14, 1e14, 0, 2e10, 20_000, 1e9, host_nbytes)
-    ((tokens, cache_nbytes),) = forecast(needs, PROFILE, speed, FREE).cache_nbytes.items()
+    """And so it is said, where there is room for a part."""
+    ((tokens, cache_nbytes),) = forecast(needs, PROFILE, LAPTOP, FREE).cache_nbytes.items()
     beside = needs.decoded_dense_nbytes + WORKING_NBYTES + CONTEXTS[0] * cache_nbytes // tokens
-    found = forecast(needs, PROFILE, speed, FREE, total_memory=str(beside + needs.experts_nbytes // 10))
-    assert found.fitting_share == pytest.approx(0.1)
-    assert re.search(said, found.decided_by), found.decided_by
+    total = str(beside + needs.experts_nbytes // 10)
+    forecasts = []
+    for host_nbytes, said in ((GIB, r"from the host \(20.00 GB/s"), (1 << 24, r"reading the others \(1.00 GB/s")):
+        speed = Speed(1e14, 1e14, 0, 2e10, 20_000, 1e9, host_nbytes)
+        forecasts.append(forecast(needs, PROFILE, speed, FREE, total_memory=total))
+        assert forecasts[-1].fitting_share == pytest.approx(0.1)
+        assert re.search(said, forecasts[-1].decided_by), forecasts[-1].decided_by
+    for fast, slow in list(zip(*(each.speeds for each in forecasts), strict=True))[:3]:
+        assert slow.tokens_per_s < fast.tokens_per_s and slow.hit_rate == fast.hit_rate
+    assert forecasts[0].speeds[-1].tokens_per_s == forecasts[1].speeds[-1].tokens_per_s
 
 
 def test_what_does_not_fit_is_said(needs: ModelNeeds, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +155,7 @@ def test_what_does_not_fit_is_said(needs: ModelNeeds, monkeypatch: pytest.Monkey
     everything = 300 << 20
     tight = of(needs, everything + (143 << 20))
     assert 0.3 < tight.fitting_share < 0.9
-    assert {one.share for one in tight.speeds if one.fits} >= {0.05, tight.fitting_share}
+    assert {speed.share for speed in tight.speeds if speed.fits} >= {0.05, tight.fitting_share}
     assert not tight.speeds[-1].fits and len(tight.speeds) == 7
     nothing = of(needs, everything)
     assert nothing.fitting_share == 0 and nothing.command.startswith("none here")

@@ -23,26 +23,11 @@ MIB = 1 << 20
 quick = partial(examine, effort=1 / 32)
 
 
-def by_subject(problems: list[machine.Problem]) -> dict[str, machine.Problem]:
-    return {problem.subject: problem for problem in problems}
-
-
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch):
     """Little memory, and nobody else."""
     monkeypatch.setattr(machine, "available_host_nbytes", lambda: 1 << 30)
     say(monkeypatch, QUIET)
-
-
-def rate_of_disk(path: Path, size: int, depth: int, seconds: float) -> DiskRate:
-    return DiskRate(1e6, is_direct=True)
-
-
-@pytest.fixture
-def unmeasured(monkeypatch: pytest.MonkeyPatch):
-    """For tests of what is found missing: figures from nowhere."""
-    monkeypatch.setattr(measure, "measure_disk", rate_of_disk)
-    monkeypatch.setattr(measure, "measure_weights_rate", lambda *sizes: 1e10)
 
 
 def test_everything_is_measured_and_in_order(tmp_path: Path):
@@ -62,7 +47,7 @@ fail = raising(RuntimeError("CUDA error: out of memory\nand advice"))
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "value", "subject", "said"),
+    ("place", "name", "value", "subject", "said"),
     [
         (measure, "scratch_file", refuse, "folder", "error: .*: a test file cannot be written there"),
         (shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20), "disk", "error: "),
@@ -75,16 +60,18 @@ fail = raising(RuntimeError("CUDA error: out of memory\nand advice"))
         (measure, "measure_devices", fail, "device", "warning: found but not usable: CUDA error: out of memory$"),
     ],
 )
-@pytest.mark.usefixtures("unmeasured")
 def test_problems_of_the_machine_are_reported(
-    where: Any, name: str, value: Any, subject: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Any, name: str, value: Any, subject: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(neighbours, "allowed_cpus", lambda: 4)
-    monkeypatch.setattr(where, name, value)
+    """Figures are from nowhere."""
+    monkeypatch.setattr(measure, "measure_disk", lambda *args: DiskRate(1e6, is_direct=True))
+    monkeypatch.setattr(measure, "measure_weights_rate", lambda *args: 1e10)
+    monkeypatch.setattr(machine, "allowed_cpus", lambda: 4)
+    monkeypatch.setattr(place, name, value)
     profile, problems = quick(tmp_path)
-    found = by_subject(problems).get(subject)
+    problem = {problem.subject: problem for problem in problems}.get(subject)
     if said is None:
-        assert found is None
+        assert problem is None
     else:
-        assert found is not None and re.match(said, f"{found.level}: {found.text}")
-        assert (profile.disk is None) == (found.level == "error"), "the rest is measured all the same"
+        assert problem is not None and re.match(said, f"{problem.level}: {problem.text}")
+        assert (profile.disk is None) == (problem.level == "error"), "the rest is measured all the same"

@@ -54,12 +54,6 @@ def test_disk_rate_counts_what_the_kernel_counts(scratch: Path):
     assert rate.nbytes_per_s >= moved / (elapsed + 0.05) * 0.5
 
 
-@pytest.mark.parametrize("read_nbytes", [4095, 64 * MIB])
-def test_a_read_size_that_cannot_be_measured(scratch: Path, read_nbytes: int):
-    with pytest.raises(ConfigError, match=f"read_nbytes={read_nbytes}"):
-        measure.measure_disk(scratch, read_nbytes, 1, seconds=0.01)
-
-
 def test_a_rate_of_products():
     assert 1e7 < measure.measure_weights_rate(torch.device("cpu"), torch.bfloat16, 0.02, 16 * MIB) < 1e13
 

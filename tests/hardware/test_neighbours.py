@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from expertly.hardware.neighbours import QuietWatch, Reading, read_system
-from tests.hardware.readings import QUIET, after, iterate
+from expertly.hardware.neighbours import Reading, disturbance, read_system
+from tests.hardware.readings import QUIET, after
 
 UNKNOWN = replace(QUIET, busy_s=None, stolen_s=None)
 
@@ -28,11 +28,8 @@ DISTURBED: dict[str, tuple[Reading, Reading, str | None]] = {
 @pytest.mark.parametrize("name", DISTURBED)
 def test_others_on_the_machine_are_seen(name: str) -> None:
     before, afterwards, said = DISTURBED[name]
-    readings = iterate(before, afterwards)
-    watch = QuietWatch(lambda: next(readings), num_cpus=4)
-    disturbance = watch.disturbance()
-    assert disturbance is None if said is None else disturbance is not None and said in disturbance
-    assert watch.can_tell == (before.busy_s is not None)
+    text = disturbance(before, afterwards, num_cpus=4)
+    assert text is None if said is None else text is not None and said in text
 
 
 def test_the_system_is_read_where_it_says_something(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from expertly.model.templates import Renderer
-from expertly.serve import connection as connections
+from expertly.serve import server
 from expertly.serve.reading import count_values
 from expertly.serve.server import Assembled
 from expertly.serve.settings import host_of, is_loopback
@@ -85,7 +84,7 @@ SCHEMAS: dict[str, tuple[Any, str]] = {
     "2 500 objects in each other": (nested(60, lambda value: {"properties": {"a": value}}), "48 levels"),
     "1 000 properties": (properties(1000), "cannot be kept"),
     "10 000 required names": ({"type": "object", "required": [f"r{number}" for number in range(10000)]}, "1024"),
-    "a long constant": ({"const": "x" * 200_000}, "characters of a constant; accepted: 8192"),
+    "a long constant": ({"const": "x" * 200_000}, "characters; accepted: 16384"),
     "many multiples": (
         {"type": "object", "properties": {f"p{n}": {"type": "integer", "multipleOf": n} for n in range(7919, 8319)}},
         "compiling it",
@@ -148,10 +147,7 @@ def hostile(demo: tuple[Any, Any]) -> Iterator[Serving]:
 
 
 def assembled(demo: tuple[Any, Any]) -> Assembled:
-    made = assembled_for(*demo, room_for(context=512), TEMPLATE)
-    prompts = made.service.prompts
-    prompts.renderers = prompts.renderers[0], Renderer(cpu_s=0.3)
-    return made
+    return assembled_for(*demo, room_for(context=512), TEMPLATE)
 
 
 class Probe:
@@ -244,7 +240,7 @@ def test_a_tokenizer_that_cannot_write_fails_its_request_alone(
 
     prompts = hostile.assembled.service.prompts
     with hostile.http() as client:
-        monkeypatch.setattr(prompts._reader, "decode", decode)
+        monkeypatch.setattr(prompts.tokenizer, "decode", decode)
         for path, body in (text(), text(logprobs=2), text(echo=True), chat()):
             assert "no such token" in refusal(client.post(path, json=body), (500,))
         monkeypatch.undo()
@@ -379,7 +375,7 @@ def test_a_connection_that_brings_no_request_is_closed(demo: tuple[Any, Any]) ->
 
 def test_too_many_connections_do_not_keep_others_out(hostile: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has been waited for longest goes, whether it is silent or its headers or its body do not end."""
-    monkeypatch.setattr(connections, "MAX_WAITED_FOR", 12)
+    monkeypatch.setattr(server, "MAX_WAITED_FOR", 12)
     begun = []
     for number in range(30):
         begun.append(connected(hostile))

@@ -17,7 +17,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def find_browser() -> str | None:
-    return next((found for found in map(shutil.which, NAMES) if found is not None), None)
+    return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Tab:
@@ -62,8 +62,8 @@ class Tab:
             time.sleep(0.05)
         return value
 
-    def open(self, url: str, width: int = 1280, height: int = 900) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+    def open(self, url: str) -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
 

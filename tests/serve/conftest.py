@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -23,7 +23,7 @@ from expertly.data import demo_folder
 from expertly.serve.memory import PAGE_TOKENS
 from expertly.serve.scheduler import Room
 from expertly.serve.server import ApiServer, Assembled, assemble, bind
-from expertly.serve.settings import Access, ServeOptions
+from expertly.serve.settings import ServeOptions
 
 KEY = "a-key-that-nobody-guesses"
 
@@ -99,11 +99,11 @@ def assembled_for(
     tokenizer: Any,
     room: Room | None = None,
     template: str | None = None,
-    access: Access | None = None,
+    keys: Sequence[str] = (),
     **options: Any,
 ) -> Assembled:
     told = ServeOptions(**({"name": "demo"} | options))
-    return assemble(model, tokenizer, told, access or Access(), room or room_for(), template)
+    return assemble(model, tokenizer, told, keys, room or room_for(), template)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -61,7 +61,4 @@ def scripted(assembled: Assembled, text: str, tokenizer: Any) -> Assembled:
     tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     vocabulary = assembled.service.prompts.vocabulary
 
-    def start() -> None:
-        assembled.service.scheduler.start(lambda sampler, failed: Scripted(sampler, tokens, vocabulary))
-
-    return replace(assembled, start=start)
+    return replace(assembled, make=lambda sampler, failed: Scripted(sampler, tokens, vocabulary))

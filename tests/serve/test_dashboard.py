@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from expertly.serve.settings import Access
 from tests.serve.browser import Tab, browser, find_browser
 from tests.serve.conftest import KEY, Serving, served
 
@@ -68,29 +67,21 @@ def last_said(tab: Tab, who: str) -> str:
 
 def test_the_map_shows_what_is_resident(tab: Tab, serving: Serving) -> None:
     serving.complete("The old man")
-    with serving.http() as client:
-        told = [layer["segments_present"] for layer in client.get("/v1/experts").json()["layers"]]
-    expected = [[int(present > 0) for present in row] for row in told]
+    layers = serving.assembled.view.experts()["layers"]
+    expected = [[int(present > 0) for present in layer["segments_present"]] for layer in layers]
     assert 0 < sum(map(sum, expected)) < 12 * 32
     tab.until(f"JSON.stringify({CELLS}) === {json.dumps(json.dumps(expected, separators=(',', ':')))}")
-    label = tab.run("document.querySelector('#map').getAttribute('aria-label')")
-    assert label == f"Experts in memory: {sum(map(sum, expected))} of 384, of 12 layers"
-    tab.open(f"{serving.url}/", width=390, height=800)
-    tab.until(READY)
-    assert tab.run("document.documentElement.scrollWidth") <= 390, "a narrow window does not scroll sideways"
 
 
 def test_numbers_are_the_servers_and_change_when_it_answers(tab: Tab, serving: Serving) -> None:
     """Rates are of what happened since the page was opened."""
     assert shown(tab, "n-hits") == "-"
-    with serving.http() as client:
-        before = client.get("/v1/state").json()
-        serving.complete("The sea", 30)
-        state = client.get("/v1/state").json()
-    num_hits, num_others = (
-        sum(state[name] - before[name] for name in names) for names in (("hits",), ("partial_hits", "misses"))
-    )
-    share = f"{100 * num_hits / (num_hits + num_others):.1f} %"
+    view = serving.assembled.view
+    before = view.state()
+    serving.complete("The sea", 30)
+    state = view.state()
+    num_hits, *others = (state[name] - before[name] for name in ("hits", "partial_hits", "misses"))
+    share = f"{100 * num_hits / (num_hits + sum(others)):.1f} %"
     tab.until(f"document.querySelector('#n-hits').textContent === '{share}'")
     tab.until("trend.some((look) => look.tokens > 0)")
     for name in ("running", "waiting"):
@@ -119,15 +110,13 @@ def test_the_chat_box_chats(tab: Tab, demo: tuple[Any, Any], serving: Serving) -
 
 
 def test_stop_frees_the_servers_place(tab: Tab, serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = serving.scheduler.sampler._told
-
-    may_go_on = threading.Event()
+    told, may_go_on = serving.scheduler.sampler._tell, threading.Event()
 
     def first_alone(choices: Any) -> None:
         told(choices)
         may_go_on.wait(60)  # on the thread that computes: the answer outlasts the page's next look at the server
 
-    monkeypatch.setattr(serving.scheduler.sampler, "_told", first_alone)
+    monkeypatch.setattr(serving.scheduler.sampler, "_tell", first_alone)
     say(tab, "Write for long", limit="400")
     tab.until("[...document.querySelectorAll('.said[data-who=model]')].pop()?.textContent.length > 0")
     tab.until("document.querySelector('#n-running').textContent === '1'")
@@ -140,26 +129,20 @@ def test_stop_frees_the_servers_place(tab: Tab, serving: Serving, monkeypatch: p
     may_go_on.set()
 
 
-def test_what_is_said_is_text(tab: Tab) -> None:
+def test_what_is_said_is_text_and_an_error_is_told(tab: Tab) -> None:
+    say(tab, "Hello", limit="100000")
+    tab.until(f"{HAS_ANSWERED} && document.querySelectorAll('.said.error').length === 1")
+    assert "accepted: 512 together" in last_said(tab, "server")
+    tab.problems.clear()
     say(tab, "<img src=x onerror=\"document.title='taken'\"> and <script>document.title = 'taken'</script>")
-    tab.until(f"{HAS_ANSWERED} && document.querySelectorAll('.said').length === 2")
+    tab.until(f"{HAS_ANSWERED} && [...document.querySelectorAll('.said[data-who=model]')].pop().textContent.length > 0")
     assert tab.run("document.querySelectorAll('#talk img, #talk script').length") == 0
     assert tab.run("document.title") == "expertly"
     assert last_said(tab, "you").startswith("<img src=x")
 
 
-def test_an_error_is_told_and_the_next_message_works(tab: Tab) -> None:
-    say(tab, "Hello", limit="100000")
-    tab.until("document.querySelectorAll('.said.error').length === 1")
-    assert "accepted: 512 together" in last_said(tab, "server")
-    tab.until(HAS_ANSWERED)
-    say(tab, "Hello")
-    tab.until(f"{HAS_ANSWERED} && [...document.querySelectorAll('.said[data-who=model]')].pop().textContent.length > 0")
-    tab.problems = [one for one in tab.problems if "400 (Bad Request)" not in one]
-
-
 def test_a_key_opens_it_and_stays_in_the_tab(window: Tab, demo: tuple[Any, Any]) -> None:
-    with served(*demo, access=Access((KEY,))) as guarded:
+    with served(*demo, keys=(KEY,)) as guarded:
         window.open(f"{guarded.url}/")
         window.until("!document.querySelector('#locked').hidden")
         assert window.run("document.querySelector('#status').textContent") == "no key"

@@ -32,17 +32,13 @@ def words_of_unit() -> list[str]:
     return shlex.split(line.replace("$EXPERTLY_ARGS", example))
 
 
-@pytest.mark.parametrize("words", [words_of_container(), words_of_unit()], ids=["container", "systemd"])
-def test_the_command_takes_what_is_given_to_it(words: list[str]) -> None:
-    program, *arguments = words
-    assert program == "/opt/expertly/bin/expertly"
-    assert parse(arguments)["api_key_file"], "others can reach it"
-
-
-def test_systemd_waits_longer_than_the_server_drains() -> None:
+def test_the_command_takes_what_is_given_to_it() -> None:
+    for program, *arguments in (words_of_container(), words_of_unit()):
+        assert program == "/opt/expertly/bin/expertly"
+        assert parse(arguments)["api_key_file"], "others can reach it"
     text = (DEPLOY / "expertly.service").read_text(encoding="utf-8")
     (patience,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
-    assert int(patience) > parse(words_of_unit()[1:])["drain_seconds"]
+    assert int(patience) > parse(words_of_unit()[1:])["drain_seconds"], "systemd waits longer than the server drains"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd on this machine")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from expertly.core.errors import ConfigError, NanError
 from expertly.model.batching import why_not_together
 from expertly.model.generation import generate, generation_config
 from expertly.serve.server import open_server
-from expertly.serve.settings import Access, ServeOptions
+from expertly.serve.settings import ServeOptions
 from tests.families import fill_with_nan, load_reference, make_checkpoint
 from tests.serve.conftest import greedy, room_for, served
 
@@ -31,26 +33,21 @@ def test_each_family_writes_what_generate_writes(family: str, tmp_path: Path) ->
     texts = ["ask", "an expert", "segments"]
     alone = written if family == "switch_transformers" else greedy
     expected = [alone(reference, tokenizer, text, 6) for text in texts]
-    got: dict[str, str] = {}
     with served(model, tokenizer, room_for(context=128, max_running=4), name=family) as serving:
         told: Any = serving.client.models.retrieve(family).model_extra
         together = family in ("qwen3_moe", "gpt_oss")
         assert told["expertly"]["batching"] == ("continuous" if together else "one at a time")
         assert (told["expertly"]["batching_reason"] is None) == together
-
-        def ask(text: str) -> None:
-            got[text] = serving.complete(text, 6, model=family).choices[0].text
-
-        threads = [threading.Thread(target=ask, args=(text,)) for text in texts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert [got[text] for text in texts] == expected
+        with ThreadPoolExecutor() as pool:
+            answers = pool.map(lambda text: serving.complete(text, 6, model=family), texts)
+            assert [answer.choices[0].text for answer in answers] == expected
         several = serving.complete(texts[0], 6, model=family, n=2)
         assert [choice.text for choice in several.choices] == [expected[0]] * 2
-        if not together:
-            check_leaving(serving, family)
+        if not together:  # who goes makes room for the next
+            with contextlib.closing(serving.complete("ask", 100, model=family, stream=True)) as chunks:
+                next(chunks)
+            assert serving.complete("ask", 2, model=family).choices[0].finish_reason == "length"
+            assert not serving.scheduler.running
     expertly.unload(model)
 
 
@@ -103,7 +100,7 @@ def test_a_model_whose_weights_hold_nan_is_not_served(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
     fill_with_nan(folder, "model.layers.1.mlp.experts")
     with pytest.raises(NanError, match="the experts of MoE layer 1 gave NaN: the checkpoint's weights hold NaN"):
-        open_server(ServeOptions(model=str(folder), memory="50%", device="cpu"), Access())
+        open_server(ServeOptions(model=str(folder), memory="50%", device="cpu"))
 
 
 def written(reference: Any, tokenizer: Any, text: str, max_tokens: int) -> str:
@@ -111,16 +108,6 @@ def written(reference: Any, tokenizer: Any, text: str, max_tokens: int) -> str:
     inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
     output = reference.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
     return str(tokenizer.decode(output[0, 1:], skip_special_tokens=True))
-
-
-def check_leaving(serving: Any, family: str) -> None:
-    """Who goes makes room for the next."""
-    body = {"model": family, "prompt": "ask", "max_tokens": 100, "temperature": 0, "stream": True}
-    with serving.http() as client, client.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
-    answer = serving.complete("ask", 2, model=family)
-    assert answer.choices[0].finish_reason == "length"
-    assert not serving.scheduler.running
 
 
 def test_trying_leaves_nothing_behind(demo: tuple[Any, Any]) -> None:

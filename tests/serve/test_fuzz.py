@@ -22,7 +22,7 @@ SAID = """ "model": "demo", "messages": [{"role": "system", "content": [{"type":
     {"role": "tool", "tool_call_id": "1", "content": "c"}] """
 FUNCTION = """ "name": "f", "description": "d", "parameters": {"properties": {"a": {"enum": [1]}}} """
 RIGHT = [
-    ("completions", f'{TUNED}, "prompt": ["a", "b"], "max_tokens": 1, "n": 1, "echo": true, "best_of": 1'),
+    ("completions", f'{TUNED}, "prompt": ["a", "b"], "max_tokens": 1, "n": 1, "echo": true'),
     ("completions", '"model": "demo", "prompt": [[5]], "max_tokens": 1, "logprobs": 1, "stream_options": {}'),
     ("chat/completions", f'{TUNED}, {SAID}, "max_tokens": 1, "logprobs": true, "top_logprobs": 1'),
     (

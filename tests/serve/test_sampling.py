@@ -27,15 +27,11 @@ def draw(sampling: Sampling, num: int = 1, logits: torch.Tensor = LOGITS) -> lis
     return [choice.token for choice in choices(sampling, num, logits)]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_k=1), Sampling(temperature=1e-9)])
-def test_greedy(sampling: Sampling) -> None:
-    assert draw(sampling, 5) == [0] * 5
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
         ({}, torch.softmax(LOGITS[0], -1)),
+        *((greedy, torch.tensor([1.0])) for greedy in ({"temperature": 0}, {"top_k": 1}, {"temperature": 1e-9})),
         ({"temperature": 0.5}, torch.softmax(LOGITS[0] / 0.5, -1)),
         ({"top_k": 2}, torch.softmax(LOGITS[0, :2], -1)),
         ({"top_p": 0.7}, torch.softmax(LOGITS[0, :2], -1)),  # 0.64 and 0.24: the fewest that reach it
@@ -44,10 +40,10 @@ def test_greedy(sampling: Sampling) -> None:
     ],
 )
 def test_shares_are_those_of_the_settings(settings: dict[str, Any], expected: torch.Tensor) -> None:
-    counts = Counter(draw(Sampling(seed=5, **settings), 4000))
+    counts = Counter(draw(Sampling(seed=5, **settings), 2000))
     for token in range(5):
         share = float(expected[token]) if token < len(expected) else 0.0
-        assert counts[token] / 4000 == pytest.approx(share, abs=0.03)
+        assert counts[token] / 2000 == pytest.approx(share, abs=0.04)
 
 
 def test_a_vocabulary_that_is_almost_flat_is_sorted_whole() -> None:

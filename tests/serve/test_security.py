@@ -12,15 +12,13 @@ import openai
 import pytest
 
 from expertly.serve.answers import CompletionAnswer
-from expertly.serve.settings import Access
+from expertly.serve.settings import is_key
 from tests.serve.conftest import KEY, Serving, served
-
-JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
 def guarded(demo: tuple[Any, Any]) -> Iterator[Serving]:
-    with served(*demo, access=Access((KEY, "another-key-of-this-server")), max_body=10_000) as found:
+    with served(*demo, keys=(KEY, "another-key-of-this-server"), max_body=10_000) as found:
         yield found
 
 
@@ -34,7 +32,7 @@ def test_keys(guarded: Serving) -> None:
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="no", max_retries=0).models.list()
     for path in ("/", "/health", "/ready"):
         assert httpx.get(guarded.url + path).status_code == 200
-    assert not Access((KEY,)).knows("")
+    assert not is_key("", (KEY,))
 
 
 def test_a_page_of_another_site_cannot_use_a_server_without_a_key(serving: Serving) -> None:
@@ -46,46 +44,29 @@ def test_a_page_of_another_site_cannot_use_a_server_without_a_key(serving: Servi
     assert "access-control-allow-origin" not in preflight.headers
 
 
-def bodies() -> Iterator[tuple[str, bytes, int]]:
-    yield "not JSON", b"{", 400
-    yield "not UTF-8", b'{"model": "\xff\xfe"}', 400
-    yield "a list", b"[]", 400
-    yield "NaN", b'{"model": "demo", "prompt": "a", "temperature": NaN}', 400
-    yield "a huge number", b'{"model": "demo", "prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", 400
-    yield "deep", b'{"model": "demo", "prompt": ' + b"[" * 3000 + b"]" * 3000 + b"}", 400
-    yield "half a pair", b'{"model": "demo", "prompt": "\\ud800"}', 400
-    yield "a token that is none", b'{"model": "demo", "prompt": [99999999]}', 400
-    yield "too large", b'{"model": "demo", "prompt": "' + b"a" * 20_000 + b'"}', 413
-    yield "a path as the model", b'{"model": "../../etc/passwd", "prompt": "a"}', 404
-    yield "remote code", b'{"model": "demo", "prompt": "a", "max_tokens": 1, "trust_remote_code": true}', 200
-    yield "zero bytes", b'{"model": "demo\\u0000", "prompt": "a"}', 404
+BODIES = {  # and what is answered
+    "not JSON": (b"{", 400),
+    "not UTF-8": (b'{"model": "\xff\xfe"}', 400),
+    "a list": (b"[]", 400),
+    "NaN": (b'{"model": "demo", "prompt": "a", "temperature": NaN}', 400),
+    "a huge number": (b'{"model": "demo", "prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", 400),
+    "deep": (b'{"model": "demo", "prompt": ' + b"[" * 3000 + b"]" * 3000 + b"}", 400),
+    "a token that is none": (b'{"model": "demo", "prompt": [99999999]}', 400),
+    "too large": (b'{"model": "demo", "prompt": "' + b"a" * 20_000 + b'"}', 413),
+    "a path as the model": (b'{"model": "../../etc/passwd", "prompt": "a"}', 404),
+    "remote code": (b'{"model": "demo", "prompt": "a", "max_tokens": 1, "trust_remote_code": true}', 200),
+}
 
 
-@pytest.mark.parametrize(("name", "body", "status"), list(bodies()), ids=lambda value: str(value)[:20])
-def test_hostile_bodies(guarded: Serving, name: str, body: bytes, status: int) -> None:
-    headers = JSON | {"Authorization": f"Bearer {KEY}"}
+@pytest.mark.parametrize("name", BODIES)
+def test_hostile_bodies(guarded: Serving, name: str) -> None:
+    body, status = BODIES[name]
+    headers = {"content-type": "application/json", "Authorization": f"Bearer {KEY}"}
     got = httpx.post(f"{guarded.url}/v1/completions", content=body, headers=headers)
-    assert got.status_code == status, name
-    if status == 200:
-        return  # it changed nothing
-    error = got.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert len(error["message"]) <= 500
-
-
-def test_a_body_without_an_end_is_cut_off(guarded: Serving) -> None:
-    """No length is told, and no limit is trusted."""
-
-    def endless() -> Iterator[bytes]:
-        for _ in range(1000):
-            yield b"a" * 1000
-
-    headers = JSON | {"Authorization": f"Bearer {KEY}"}
-    try:
-        got = httpx.post(f"{guarded.url}/v1/completions", content=endless(), headers=headers)
-    except httpx.TransportError:
-        return  # it was closed while we still wrote
-    assert got.status_code == 413
+    assert got.status_code == status
+    if status != 200:  # else it changed nothing
+        error = got.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) <= 500
 
 
 def test_a_bug_in_a_stream_is_told_in_it(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,15 +96,18 @@ def test_no_prompt_is_logged(serving: Serving, caplog: pytest.LogCaptureFixture)
     assert secret not in said and "prompt tokens" in said
 
 
-def test_every_token_is_counted(demo: tuple[Any, Any]) -> None:
+def test_every_token_is_counted(serving: Serving) -> None:
     """Of several texts, too; times are between tokens of one text."""
-    with served(*demo) as serving:
-        serving.complete("The old man", 5, n=3, logit_bias={"0": -100})
-        told = serving.metrics()
-        assert told["expertly_generated_tokens_total"] == 15
-        assert told["expertly_time_per_output_token_seconds_count"] == 12
-        assert told["expertly_time_to_first_token_seconds_count"] == 1
-        assert told['expertly_requests_total{outcome="length"}'] == 1
+    before = serving.metrics()
+    serving.complete("The old man", 5, n=3, logit_bias={"0": -100})
+    after = serving.metrics()
+    for name, num in {
+        "expertly_generated_tokens_total": 15,
+        "expertly_time_per_output_token_seconds_count": 12,
+        "expertly_time_to_first_token_seconds_count": 1,
+        'expertly_requests_total{outcome="length"}': 1,
+    }.items():
+        assert after[name] - before.get(name, 0) == num, name
 
 
 def test_what_can_be_seen(serving: Serving) -> None:
@@ -131,7 +115,7 @@ def test_what_can_be_seen(serving: Serving) -> None:
     with serving.http() as client:
         experts = client.get("/v1/experts").json()
         present = [sum(layer["segments_present"]) for layer in experts["layers"]]
-        assert len(present) == 12 and all(0 < one <= 32 * experts["segments"] for one in present)
+        assert len(present) == 12 and all(0 < num <= 32 * experts["segments"] for num in present)
         per_segment = experts["expert_bytes"] / (12 * 32 * experts["segments"])
         state = client.get("/v1/state").json()
         assert sum(present) * per_segment == state["memory"]["experts_resident_bytes"]

@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from expertly.serve.prompts import Prompts
-from expertly.serve.schema import Message, ResponsesRequest
+from expertly.serve.responses import ResponsesRequest
+from expertly.serve.schema import Message
 from tests.serve.conftest import Serving, assembled_for, running, served
 from tests.serve.scripted import scripted
 
@@ -40,7 +41,7 @@ def ask(serving: Serving, **more: Any) -> Any:
     return serving.chat("What is the weather in Oslo?", 100, **({"tools": [WEATHER]} | more))
 
 
-@pytest.mark.parametrize(("before", "behind"), [("", ""), ("I look. ", ""), ("", "\n" + CALL.replace("Oslo", "Rome"))])
+@pytest.mark.parametrize(("before", "behind"), [("I look. ", ""), ("", "\n" + CALL.replace("Oslo", "Rome"))])
 def test_calls_are_told_as_calls_streamed_or_not(demo: tuple[Any, Any], before: str, behind: str) -> None:
     cities = ["Oslo", "Rome"] if behind else ["Oslo"]
     with saying(demo, before + CALL + behind) as serving:
@@ -60,9 +61,7 @@ def test_calls_are_told_as_calls_streamed_or_not(demo: tuple[Any, Any], before: 
     ("text", "more"),
     [
         ("<tool_call>no JSON</tool_call>", {}),
-        ("Nothing < to call", {}),
         ("<tool_call>[1]</tool_call> x", {}),
-        (CALL, {"tools": []}),
         (CALL, {"tool_choice": "none"}),
     ],
 )
@@ -157,14 +156,10 @@ def test_the_template_sees_the_conversation(demo: tuple[Any, Any]) -> None:
         ("{{ 1 // 0 }}", "by zero"),
         ("{{ range(1000000000) }}", "Range too big"),
         ("{{ 'a' * 10000000000 }}", "more than"),
-        ("{{ 'effort ' ~ reasoning_effort }}", None),
     ],
 )
-def test_a_template_that_cannot_be_computed_is_told(demo: tuple[Any, Any], template: str, said: str | None) -> None:
+def test_a_template_that_cannot_be_computed_is_told(demo: tuple[Any, Any], template: str, said: str) -> None:
     with saying(demo, "Hello", template) as serving:
-        if said is None:
-            assert ask(serving, tools=[], reasoning_effort="max").choices[0].message.content == "Hello"
-            return
         with pytest.raises(openai.BadRequestError, match=f"the model's chat template .*{said}") as raised:
             ask(serving, tools=[])
         assert raised.value.param == "messages"
@@ -221,11 +216,9 @@ def test_responses_are_the_same_as_items(demo: tuple[Any, Any], monkeypatch: Any
         cut = client.responses.create(**(asked | {"max_output_tokens": 3}))
         assert cut.status == "incomplete" and cut.incomplete_details is not None
         for wrong in (
-            {"extra_body": {"guided_json": {"type": "object"}}},
             {"extra_body": {"response_format": {"type": "json_object"}}},
             {"previous_response_id": "resp_1"},
             {"input": [{"type": "item_reference", "id": "x"}]},
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             {"tools": [{"type": "web_search"}]},
         ):
             with pytest.raises(openai.BadRequestError):

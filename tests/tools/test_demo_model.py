@@ -26,23 +26,10 @@ TEXTS = {
     "Chinese": "春眠不覺曉，處處聞啼鳥。夜來風雨聲，花落知多少。我们使用训练数据集来训练模型参数。",
 }
 
-COMMON_WORDS = frozenset(
-    """
-    a and are as at be but by for from had has have he her his how i if in into is it its many not of on one or said
-    she so that the their them then there they this to was we were what when which who will you answer reasoning
-    question le la les de des du un une est et en pour par que qui dans sur ce cette il
-    """.split()  # noqa: SIM905 (eighty words are read more easily so)
-)
-
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return transformers.AutoTokenizer.from_pretrained(DEMO)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
 
 
 def test_has_the_shape_of_a_real_one_and_is_small() -> None:
@@ -63,17 +50,8 @@ def test_tokenizer_gives_text_back(tokenizer: Any, language: str) -> None:
     assert tokenizer("<|endoftext|>")["input_ids"] == [tokenizer.eos_token_id] == [tokenizer.pad_token_id]
 
 
-@pytest.mark.parametrize("prompt", ["The old man said that", "Question: How many", "Cette fonction"])
-def test_writes_recognisable_words(model: Any, tokenizer: Any, prompt: str) -> None:
-    inputs = tokenizer(prompt, return_tensors="pt")
-    torch.manual_seed(0)
-    options = {"max_new_tokens": 48, "min_new_tokens": 48, "do_sample": True, "temperature": 0.7, "top_k": 40}
-    output = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **options)
-    words = [word.strip(".,:;!?\"'()`") for word in tokenizer.decode(output[0]).lower().split()]
-    assert sum(word in COMMON_WORDS for word in words) >= len(words) / 5
-
-
-def test_predicts_much_better_than_chance_and_domains_differ(model: Any, tokenizer: Any) -> None:
+def test_predicts_much_better_than_chance_and_domains_differ(tokenizer: Any) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     loads = []
     for text in TEXTS.values():
         ids = tokenizer(text, return_tensors="pt")["input_ids"]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from torch import Tensor
 
 from tools import inflate_model
@@ -18,28 +17,22 @@ MIB = 2.0**-10
 WIDTH = 24
 
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_experts_per_tok": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-FAMILIES = {
-    "qwen3_moe": (transformers.Qwen3MoeConfig, {"num_experts": 6, "moe_intermediate_size": WIDTH, "head_dim": 8}),
-    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 6, "intermediate_size": WIDTH}),
-    "olmoe": (transformers.OlmoeConfig, {"num_experts": 6, "intermediate_size": WIDTH}),
-}
+CONFIG = transformers.Qwen3MoeConfig(
+    vocab_size=160,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=WIDTH,
+    max_position_embeddings=64,
+    bos_token_id=0,
+    eos_token_id=None,
+    pad_token_id=0,
+)
 PROMPT = torch.arange(1, 17)[None]
-
-
-def tiny_model(family: str) -> transformers.PreTrainedModel:
-    """Random weights, large enough that experts decide the next token."""
-    config_class, fields = FAMILIES[family]
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_class(**COMMON, **fields))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(std=0.3)
-    return model.eval()
 
 
 def load(folder: Path) -> transformers.PreTrainedModel:
@@ -59,15 +52,21 @@ def relative_distance(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
 
 
-@pytest.fixture(params=FAMILIES)
-def original(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    tiny_model(request.param).save_pretrained(tmp_path / "original")
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    """Random weights, large enough that experts decide the next token."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIG)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(tmp_path / "original")
     return tmp_path / "original"
 
 
-@pytest.mark.parametrize("no_zeros", [False, True])
-def test_same_function(original: Path, tmp_path: Path, no_zeros: bool) -> None:
-    result = inflate_model.inflate(tmp_path / "big", 16 * MIB, original, "float32", no_zeros=no_zeros)
+def test_same_function(original: Path, tmp_path: Path) -> None:
+    result = inflate_model.inflate(tmp_path / "big", 16 * MIB, original, "float32")
     before, after = load(original), load(tmp_path / "big")
     assert relative_distance(logits(after), logits(before)) < 1e-5
     generate = {"max_new_tokens": 24, "do_sample": False}
@@ -77,7 +76,7 @@ def test_same_function(original: Path, tmp_path: Path, no_zeros: bool) -> None:
     assert abs(result.experts_nbytes / 2**20 - 16) < 0.5
     assert result.width % 128 == 0
     downs = [p for name, p in experts.items() if name.endswith("down_proj")]
-    assert downs and all(bool(p.ne(0).float().mean() > 0.999) == no_zeros for p in downs)
+    assert downs and all(bool(p.ne(0).float().mean() > 0.999) for p in downs)
     gate_up = next(p for name, p in experts.items() if name.endswith("gate_up_proj"))
     assert 0.25 < float(gate_up.std()) < 0.35 and not torch.equal(gate_up[0], gate_up[1]), "as real ones look"
 
@@ -99,24 +98,14 @@ def test_every_quarter_matters(original: Path, tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("experts.down_proj"):
                 columns = parameter.data.chunk(4, dim=-1)[quarter]  # [E, H, I/4]
-                assert columns.abs().sum(dim=1).count_nonzero() == parameter.shape[0] * WIDTH // 4
+                assert (columns.abs() > 2.0**-60).any(dim=1).sum() == parameter.shape[0] * WIDTH // 4
                 columns.zero_()
         assert relative_distance(logits(model), expected) > 1e-3
 
 
-def test_fused_checkpoint(tmp_path: Path) -> None:
-    model = tiny_model("qwen3_moe")
-    model.save_pretrained(tmp_path / "fused", save_original_format=False)
-    with safe_open(tmp_path / "fused" / "model.safetensors", "pt") as file:
-        assert any(name.endswith("experts.gate_up_proj") for name in file.keys())  # noqa: SIM118 (not a dict)
-    inflate_model.inflate(tmp_path / "big", 4 * MIB, tmp_path / "fused", "float32")
-    assert relative_distance(logits(load(tmp_path / "big")), logits(model)) < 1e-5
-
-
-def test_shards_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_model("qwen3_moe").save_pretrained(tmp_path / "original")
+def test_shards_and_dtype(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inflate_model, "SHARD_NBYTES", 1 << 20)
-    result = inflate_model.inflate(tmp_path / "big", 8 * MIB, tmp_path / "original", "bfloat16")
+    result = inflate_model.inflate(tmp_path / "big", 8 * MIB, original, "bfloat16")
     assert result.num_shards >= 8
     for file in (tmp_path / "big").glob("*.safetensors"):
         assert file.stat().st_size <= (1 << 20) + 64 * 1024
@@ -127,14 +116,12 @@ def test_shards_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "a dense model": ({"model_type": "llama"}, [], "model_type 'llama' is not supported"),
     "another width": ({"moe_intermediate_size": 40}, [], "expected 40"),
-    "tiny numbers": ({}, ["--dtype", "float16", "--no-zeros"], "--no-zeros: float16"),
     "too many layers": ({}, ["--layers", "3"], "--layers 3: the model has 2; accepted: 1 to 2"),
 }
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_model("qwen3_moe").save_pretrained(tmp_path / "original")
-    arguments = [str(tmp_path / "big"), "--experts-gib", str(2 * MIB), "--model", str(tmp_path / "original")]
+def test_command_line(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(tmp_path / "big"), "--experts-gib", str(2 * MIB), "--model", str(original)]
     assert inflate_model.main(arguments) == 0
     assert "I = 896" in capsys.readouterr().out
     again = [f"{arguments[0]}-again", "--experts-gib", "0.00001", "--model", arguments[0]]
@@ -144,10 +131,11 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refuses_what_it_cannot_widen(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_what_it_cannot_widen(
+    name: str, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     changes, more, said = REFUSED[name]
-    tiny_model("qwen3_moe").save_pretrained(tmp_path / "original")
-    path = tmp_path / "original" / "config.json"
+    path = original / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     out = tmp_path / "big"
     assert inflate_model.main([str(out), "--experts-gib", str(2 * MIB), "--model", str(path.parent), *more]) == 2

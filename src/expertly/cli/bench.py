@@ -77,8 +77,13 @@ def run(args: BenchOptions) -> int:
         for note in notes:
             message(f"expertly: {note}")
         best = [row for row in map(fastest, by_budget) if row is not None]
-        saved, failed = _save(bench, best, args.device) if args.save else (None, False)
         rows = [asdict(row) for rows in by_budget for row in rows]
+        failed, saved = any(row["reason"] is not None for row in rows), None
+        try:
+            saved = _save(bench, best, args.device) if args.save else None
+        except StoreError as error:  # the results are printed all the same
+            failed = True
+            message(f"expertly: error: {error}")
         result = {
             "model": args.model or "demo",
             "cpu": cpu_name(),
@@ -90,42 +95,30 @@ def run(args: BenchOptions) -> int:
             "saved": saved,
         }
         show(result, args.json, lambda: report(result), stdout)
-    return 2 if failed or any(row["reason"] is not None for row in rows) else 0
+    return 2 if failed else 0
 
 
-def _save(bench: Bench, best: Sequence[BenchRow], device: str | None) -> tuple[str | None, bool]:
-    """Remember the fastest systems that are presets; returns the file, and whether writing it failed, which is told:
-    the results are printed all the same.
-    """
+def _save(bench: Bench, best: Sequence[BenchRow], device: str | None) -> str | None:
+    """Remember the fastest systems that are presets; returns the file. Raises StoreError."""
     from expertly.engine.device import choose_device
     from expertly.engine.remembered import FastestSystem, remember, this_machine
 
     assert bench.store is not None
-    saved, failed, machine = None, False, this_machine(choose_device(device))
-    try:
-        for row in best:
-            if row.system in SYSTEMS.built_in:
-                saved = str(remember(bench.store, FastestSystem(row.system, row.memory_bytes, machine)))
-            else:
-                message(f"expertly: {row.system} is not saved; accepted: {', '.join(SYSTEMS.built_in)}")
-    except StoreError as error:
-        failed = True
-        message(f"expertly: error: {error}")
-    return saved, failed
+    saved, machine = None, this_machine(choose_device(device))
+    for row in best:
+        if row.system in SYSTEMS.built_in:
+            saved = str(remember(bench.store, FastestSystem(row.system, row.memory_bytes, machine)))
+        else:
+            message(f"expertly: {row.system} is not saved; accepted: {', '.join(SYSTEMS.built_in)}")
+    return saved
 
 
 def report(result: Mapping[str, Any]) -> str:
     rows = [row | {"spread": _spread(row)} for row in result["rows"]]
-    lines = [
-        f"{result['model']}: {counted(result['requests'], 'prompt')}, {result['tokens']} tokens each, "
-        f"{counted(result['rounds'], 'round')}",
-        "",
-        budgets_table(rows, _COLUMNS),
-        "",
-    ]
-    lines += [
-        f"{row['system']} failed in {row['memory']}: {row['reason']}" for row in rows if row["reason"] is not None
-    ]
+    size = f"{counted(result['requests'], 'prompt')}, {result['tokens']} tokens each"
+    lines = [f"{result['model']}: {size}, {counted(result['rounds'], 'round')}", "", budgets_table(rows, _COLUMNS), ""]
+    failures = [row for row in rows if row["reason"] is not None]
+    lines += [f"{row['system']} failed in {row['memory']}: {row['reason']}" for row in failures]
     lines += [f"fastest in {format_nbytes(row['memory_bytes'])}: {row['system']}" for row in result["fastest"]]
     if result["saved"] is not None:
         lines.append(f"saved in {result['saved']}: --system auto uses it")

@@ -59,17 +59,15 @@ class Turn:
         return {"tokens": len(self.token_ids), **asdict(self)}
 
     def line(self) -> str:
-        parts = [f"{len(self.token_ids)} tokens"]
-        if self.tpot_s:
-            parts.append(f"{format_number(1 / self.tpot_s)} tokens/s")
-        parts.append(f"TTFT {format_seconds(self.ttft_s)}")
-        parts.append(f"{format_share(self.hit_rate)} of experts hit, {format_nbytes(self.bytes_loaded)} loaded")
-        parts.append(f"stall {format_share(self.stall_share)}")
-        if self.rounded_to is not None:
-            parts.append(f"experts rounded to {self.rounded_to}")
-        if self.was_stopped:
-            parts.append("stopped")
-        return in_brackets(*parts)
+        return in_brackets(
+            f"{len(self.token_ids)} tokens",
+            *([f"{format_number(1 / self.tpot_s)} tokens/s"] if self.tpot_s else []),
+            f"TTFT {format_seconds(self.ttft_s)}",
+            f"{format_share(self.hit_rate)} of experts hit, {format_nbytes(self.bytes_loaded)} loaded",
+            f"stall {format_share(self.stall_share)}",
+            *([f"experts rounded to {self.rounded_to}"] if self.rounded_to else []),
+            *(["stopped"] if self.was_stopped else []),
+        )
 
 
 class Chat:
@@ -165,8 +163,8 @@ class Chat:
         seconds = (time.perf_counter_ns() - start_ns) / 1e9
         after, times = expertly.stats(model).as_dict(), streamer.times_ns
         was, now = before["phases"]["decode"], after["phases"]["decode"]
-        hits = now["hits"] - was["hits"]
-        num_demands = sum(now[key] - was[key] for key in ("hits", "partial_hits", "misses"))
+        hits, *partial = (now[key] - was[key] for key in ("hits", "partial_hits", "misses"))
+        num_demands = hits + sum(partial)
         return Turn(
             text=self._decode(streamer.tokens),
             token_ids=streamer.tokens,

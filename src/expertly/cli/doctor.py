@@ -57,12 +57,10 @@ def run(args: DoctorOptions) -> int:
         raise ConfigError(f"dir={str(args.dir)!r}: not a folder")
     folder, out = args.dir or cache_folder(), args.out or cache_folder() / PROFILE_NAME
     with reserved_stdout() as stdout:
-        if args.model is None:
-            return _examine(folder, out, args.json, stdout)
-        return _expect(args.model, args, folder, out, stdout)
+        return (_examine if args.model is None else _expect)(args, folder, out, stdout)
 
 
-def _examine(folder: Path, out: Path, is_json: bool, stdout: TextIO) -> int:
+def _examine(args: DoctorOptions, folder: Path, out: Path, stdout: TextIO) -> int:
     from expertly.native.kernels import choose_kernels
 
     start = time.monotonic()
@@ -77,8 +75,8 @@ def _examine(folder: Path, out: Path, is_json: bool, stdout: TextIO) -> int:
         "seconds": seconds,
     }
     used = f"kernels {kernels.name}: {kernels.reason}"
-    show(facts, is_json, lambda: _machine_report(profile, used, problems), stdout)
-    if is_kept and not is_json:
+    show(facts, args.json, lambda: _machine_report(profile, used, problems), stdout)
+    if is_kept and not args.json:
         message(f"profile written to {out} after {format_seconds(seconds)}")
     return 2 if any(problem.level == "error" for problem in problems) else 0
 
@@ -89,14 +87,14 @@ def _measure(folder: Path, out: Path) -> tuple[MachineProfile, list[Problem], bo
 
     progress = (lambda part: message(f"measuring {part} ...")) if sys.stderr.isatty() else None
     profile, problems = examine(folder, progress)
-    if any(problem.subject == BUSY for problem in problems):
-        return profile, problems, False
-    try:
-        profile.write(out)
-    except ConfigError as error:
-        problems.append(Problem("error", "profile", str(error)))
-        return profile, problems, False
-    return profile, problems, True
+    is_kept = not any(problem.subject == BUSY for problem in problems)
+    if is_kept:
+        try:
+            profile.write(out)
+        except ConfigError as error:
+            problems.append(Problem("error", "profile", str(error)))
+            is_kept = False
+    return profile, problems, is_kept
 
 
 def _machine_report(profile: MachineProfile, kernels: str, problems: Sequence[Problem]) -> str:
@@ -107,26 +105,26 @@ def _machine_report(profile: MachineProfile, kernels: str, problems: Sequence[Pr
         how = "direct" if disk.is_direct else "buffered"
         name = f"disk {disk.folder}, {format_nbytes(disk.free_nbytes)} free: {how} random reads of 4 MiB"
         rates += [(name, format_rate(disk.nbytes_per_s)), ("one of 64 KiB", format_seconds(disk.latency_ns / 1e9))]
-        rates.append(("writes", format_rate(disk.write_nbytes_per_s)))
-    rates.append(("memory: matrix x vector, bfloat16", format_rate(profile.weights_nbytes_per_s)))
+        rates += [("writes", format_rate(disk.write_nbytes_per_s))]
+    rates += [("memory: matrix x vector, bfloat16", format_rate(profile.weights_nbytes_per_s))]
     for device in profile.devices:
         name = f"{device.device}: {device.name}, {format_nbytes(device.memory_nbytes)}: copies to it"
         latency = format_seconds(device.link_latency_ns / 1e9)
         rates += [(name, format_rate(device.link_nbytes_per_s)), ("one of 64 KiB", latency)]
-        rates.append(("matrix x vector, bfloat16", format_rate(device.weights_nbytes_per_s)))
-    parts = [f"{profile.cpu}, {profile.num_cpus} CPUs, {free}\n{versions}", table(("what", "measured"), rates), kernels]
-    parts += ["\n".join(map(str, problems))]
+        rates += [("matrix x vector, bfloat16", format_rate(device.weights_nbytes_per_s))]
+    head = f"{profile.cpu}, {profile.num_cpus} CPUs, {free}\n{versions}"
+    parts = [head, table(("what", "measured"), rates), kernels, "\n".join(map(str, problems))]
     return "\n\n".join(filter(None, parts))
 
 
-def _expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: TextIO) -> int:
+def _expect(args: DoctorOptions, folder: Path, out: Path, stdout: TextIO) -> int:
     """Forecast a model on the machine of the profile `out`. Exit code 2 where it cannot run here."""
     from expertly.engine.fitting import with_quantisation
     from expertly.hardware.forecast import forecast, measured_speed
     from expertly.hardware.machine import available_host_nbytes
     from expertly.model.needs import needs_of
 
-    needs = needs_of(with_quantisation(model, total_memory=args.total_memory))
+    needs = needs_of(with_quantisation(args.model, total_memory=args.total_memory))
     if out.exists():
         profile = MachineProfile.read(out)
     else:

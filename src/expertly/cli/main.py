@@ -108,7 +108,9 @@ def _of_environment(error: Exception) -> ExpertlyError | None:
     if isinstance(error, MemoryError):
         return ConfigError(NO_MEMORY)
     if isinstance(error, OSError) and error.errno is not None:
-        return _of_system(error)
+        reason, name = error.strerror or type(error).__name__, error.filename
+        is_named = isinstance(name, str | bytes) and name  # a descriptor's number says nothing
+        return ConfigError(f"{_cut(os.fsdecode(name), 80)}: {reason}" if is_named else reason)
     said = str(error)
     for sentence, meaning in REFUSED_BY_SYSTEM.items():
         if sentence in said:
@@ -119,14 +121,6 @@ def _of_environment(error: Exception) -> ExpertlyError | None:
             return ConfigError(f"{error.name} is not installed in this Python; `pip install {package}` brings it")
         return ConfigError(f"{error.name}: cannot be imported ({said.splitlines()[0]:.200})")
     return None
-
-
-def _of_system(error: OSError) -> ConfigError:
-    name = error.filename
-    reason = error.strerror or type(error).__name__
-    if not isinstance(name, str | bytes) or not name:  # a descriptor's number says nothing
-        return ConfigError(reason)
-    return ConfigError(f"{_cut(os.fsdecode(name), 80)}: {reason}")
 
 
 def _report(error: ExpertlyError, is_json: bool) -> int:
@@ -178,12 +172,10 @@ class _Stream(io.FileIO):
 
     def as_text(self, replaced: Any, errors: str, *, is_by_line: bool) -> io.TextIOWrapper:
         """In the encoding of the stream that it replaces."""
-        encoding, is_direct = "utf-8", False
-        if isinstance(replaced, io.TextIOWrapper):
-            encoding, is_direct = replaced.encoding, replaced.write_through
-        return io.TextIOWrapper(
-            io.BufferedWriter(self), encoding, errors, line_buffering=is_by_line, write_through=is_direct
-        )
+        is_text = isinstance(replaced, io.TextIOWrapper)
+        encoding, is_direct = (replaced.encoding, replaced.write_through) if is_text else ("utf-8", False)
+        buffer = io.BufferedWriter(self)
+        return io.TextIOWrapper(buffer, encoding, errors, line_buffering=is_by_line, write_through=is_direct)
 
 
 def _take_streams() -> None:

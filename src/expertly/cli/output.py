@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 from rich import box
@@ -54,35 +55,35 @@ def quiet_libraries() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+@dataclass(frozen=True)
 class ProgressBar:
-    """One bar, or none: `bar(what, done, total)` counts in `unit`, `bar.in_bytes(what, done, total)` in bytes."""
+    """One bar, or none: `bar(label, done, total)` counts in `unit`, "B": bytes."""
 
-    def __init__(self, shown: Progress | None, unit: str) -> None:
-        self._shown = shown
-        self._unit = unit
+    shown: Progress | None
+    unit: str
 
-    def __call__(self, what: str, done: int, total: int) -> None:
-        self._show(what, done, total, self._unit)
-
-    def in_bytes(self, what: str, done: int, total: int) -> None:
-        """As packing, loading and preloading of a model are counted."""
-        self._show(what, done, total, "B")
-
-    def say(self, what: str) -> None:
-        """What begins: in the bar, or as a line where there is none."""
-        if self._shown is None:
-            message(what)
-        else:
-            self(what, 0, 1)
-
-    def _show(self, what: str, done: int, total: int, unit: str) -> None:
-        if self._shown is None:
+    def __call__(self, label: str, done: int, total: int) -> None:
+        if self.shown is None:
             return
-        (task,), label = self._shown.tasks, escape(what)
+        (task,), label = self.shown.tasks, escape(label)
         if task.description != label:
-            self._shown.reset(task.id)  # or the time left would be of both
-        amount = f"{format_nbytes(done)} of {format_nbytes(total)}" if unit == "B" else f"{done}/{total} {unit}"
-        self._shown.update(task.id, description=label, completed=done, total=total, amount=amount, visible=True)
+            self.shown.reset(task.id)  # or the time left would be of both
+        amount = f"{done}/{total} {self.unit}"
+        if self.unit == "B":
+            amount = f"{format_nbytes(done)} of {format_nbytes(total)}"
+        self.shown.update(task.id, description=label, completed=done, total=total, amount=amount, visible=True)
+
+    @property
+    def in_bytes(self) -> ProgressBar:
+        """The same bar, as packing, loading and preloading of a model are counted."""
+        return replace(self, unit="B")
+
+    def say(self, label: str) -> None:
+        """What begins: in the bar, or as a line where there is none."""
+        if self.shown is None:
+            message(label)
+        else:
+            self(label, 0, 1)
 
 
 @contextlib.contextmanager
@@ -117,13 +118,11 @@ def figures_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Colum
     """A table with a row for each dictionary of figures; `columns` maps headers to figures. An unknown figure is "-";
     an empty dictionary leaves an empty row.
     """
-    lines = [
-        ["-" if row[key] is None else write(row[key]) for key, write in columns.values()]
-        if row
-        else [""] * len(columns)
-        for row in rows
-    ]
-    return table(list(columns), lines)
+
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        return ["-" if row[key] is None else write(row[key]) for key, write in columns.values()]
+
+    return table(list(columns), [cells(row) if row else [""] * len(columns) for row in rows])
 
 
 def budgets_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:

@@ -50,16 +50,13 @@ def run(args: PackOptions) -> int:
     for name in ("model", "out", "dtype", "quantize"):
         if (value := getattr(args, name)) is not None:
             raise ConfigError(f"{name}={str(value)!r}: not accepted with --{asked[0]}")
-    if args.remove is not None:
-        return _remove(args.remove, args.json)
-    return _list(args.json) if args.verify is None else _verify(args.verify, args.json)
+    return {"list": _list, "remove": _remove, "verify": _verify}[asked[0]](args)
 
 
 def _pack(args: PackOptions) -> int:
     if args.model is None:
-        raise ConfigError(
-            "model: nothing to pack; accepted: MODEL (demo for the demo model), --list, --remove, --verify"
-        )
+        accepted = "MODEL (demo for the demo model), --list, --remove, --verify"
+        raise ConfigError(f"model: nothing to pack; accepted: {accepted}")
     if args.dtype is not None:
         check_store_dtype(args.dtype)
     if args.quantize is not None:
@@ -87,36 +84,37 @@ def _pack(args: PackOptions) -> int:
     return 0
 
 
-def _list(is_json: bool) -> int:
+def _list(args: PackOptions) -> int:
     stores = [_entry_facts(entry) for entry in cache.list_entries()]
-    if not stores and not is_json:
+    if not stores and not args.json:
         message(f"expertly: no store in {cache.stores_folder()}")
         return 0
     rows = []
     for store in stores:
         dtype = f"{store['dtype']}, rounded" if store["rounded"] else store["dtype"] or None
         rows.append(store | {"dtype": dtype, "from": store["problem"] or store["source"]})
-    show({"folder": str(cache.stores_folder()), "stores": stores}, is_json, lambda: figures_table(rows, LISTED))
+    show({"folder": str(cache.stores_folder()), "stores": stores}, args.json, lambda: figures_table(rows, LISTED))
     return 0
 
 
-def _remove(name: str, is_json: bool) -> int:
-    entry = cache.remove_entry(name)
-    if is_json:
-        print_json({"removed": _entry_facts(entry)})
-    else:
-        message(f"expertly: removed {entry.name}, {format_nbytes(entry.nbytes)}")
-    return 0
+def _remove(args: PackOptions) -> int:
+    entry = cache.remove_entry(str(args.remove))
+    return _done(args, {"removed": _entry_facts(entry)}, f"removed {entry.name}, {format_nbytes(entry.nbytes)}")
 
 
-def _verify(folder: Path, is_json: bool) -> int:
+def _verify(args: PackOptions) -> int:
+    folder = Path(str(args.verify))
     store = PackedStore.open(folder if folder.exists() else cache.stores_folder() / folder)
     with progress_bar() as bar:
         store.verify(progress=partial(bar, "verifying"))
-    if is_json:
-        print_json({**_facts(store), "verified": True})
+    return _done(args, {**_facts(store), "verified": True}, f"{store.folder} is whole: {_summary(store)}")
+
+
+def _done(args: PackOptions, facts: dict[str, Any], sentence: str) -> int:
+    if args.json:
+        print_json(facts)
     else:
-        message(f"expertly: {store.folder} is whole: {_summary(store)}")
+        message(f"expertly: {sentence}")
     return 0
 
 
@@ -140,9 +138,7 @@ def _facts(store: PackedStore) -> dict[str, Any]:
     manifest = store.manifest
     return {
         "store": str(store.folder),
-        "source": manifest.source,
-        "identity": manifest.identity,
-        "model_type": manifest.model_type,
+        **{name: getattr(manifest, name) for name in ("source", "identity", "model_type")},
         "dtype": manifest.stored_as,
         "rounding": None if manifest.rounding is None else {"to": manifest.rounding.to},
         "layers": len(manifest.layers),

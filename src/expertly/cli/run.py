@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from expertly.cli.loading import load_model
-from expertly.cli.output import in_brackets, message, print_json, reserved_stdout
+from expertly.cli.output import in_brackets, message, print_json, progress_bar, reserved_stdout
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_share
 from expertly.engine.process import give_back_code
@@ -34,12 +33,11 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 1024
 
-COMMANDS = {
-    "/system TEXT": "begin anew with a system message",
-    "/stats": "experts hit and missed so far",
-    "/clear": "begin anew; a system message stays",
-    "/quit": "end, as Ctrl-D does",
-}
+HELP = """\
+  /system TEXT    begin anew with a system message
+  /stats          experts hit and missed so far
+  /clear          begin anew; a system message stays
+  /quit           end, as Ctrl-D does"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +82,8 @@ def run(args: RunOptions) -> int:
             tokens = [] if tokenizer is None else check_some(tokens_of(tokenizer, asked, is_raw=args.raw))
             return len(tokens) + (args.max_new_tokens or DEFAULT_NEW_TOKENS)
 
-        model, tokenizer = load_model(
-            args.model, args, context=args.context if prompt is None else args.context or context
-        )
+        room = args.context if prompt is None else args.context or context
+        model, tokenizer = load_model(args.model, args, context=room)
         try:
             if tokenizer is None:
                 raise ConfigError(f"model={args.model!r}: has no tokenizer, so there is no text to answer")
@@ -100,13 +97,33 @@ def run(args: RunOptions) -> int:
             conversation = Chat(model, tokenizer, sampling, is_raw=args.raw)
             if conversation.is_raw and not args.raw:
                 message("expertly: the model has no chat template: it continues the text")
-            if prompt is None:
-                _chat(conversation, model, stdout)
-            else:
+            if prompt is not None:
                 return _answer_once(conversation, model, prompt, args, stdout)
+            _chat(conversation, model, stdout)
         finally:
             api.unload(model)
     return 0
+
+
+def load_model(model: str | None, options: LoadOptions, **changed: Any) -> tuple[Any, Any]:
+    """A model and its tokenizer (None where it has none); `changed` replaces options."""
+    from expertly import api
+
+    with progress_bar() as progress:
+        loaded, tokenizer = api.open_model(model, replace(options, **changed), progress)
+    say_system(loaded)
+    if options.quantize is not None:
+        message(f"expertly: experts are {api.handle(loaded).store.manifest.rounding}")
+    return loaded, tokenizer
+
+
+def say_system(loaded: Any) -> None:
+    """Tell the user which system `auto` chose, in a terminal."""
+    from expertly import api
+
+    reason = api.stats(loaded).system_reason
+    if reason is not None and sys.stderr.isatty():
+        message(f"expertly: {reason}")
 
 
 def _read_prompt(args: RunOptions) -> str | None:
@@ -126,12 +143,12 @@ def _answer_once(conversation: Chat, model: Any, prompt: str, args: RunOptions, 
     measures = {**answer.facts(), "model": args.model or "demo", "prompt": prompt, **_measures(model)}
     if args.json:
         print_json({key: value for key, value in measures.items() if key != "layers" or args.stats}, out)
-        return 130 if answer.was_stopped else 0
-    _write(out, f"\n\n{answer.line()}\n{_budget(measures)}\n")
-    if args.stats:
-        from expertly.cli.stats_report import report
+    else:
+        _write(out, f"\n\n{answer.line()}\n{_budget(measures)}\n")
+        if args.stats:
+            from expertly.cli.stats_report import report
 
-        _write(out, f"\n{report(measures)}\n")
+            _write(out, f"\n{report(measures)}\n")
     return 130 if answer.was_stopped else 0
 
 
@@ -144,28 +161,27 @@ def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
     )
     while True:
         try:
-            with contextlib.redirect_stdout(out):
-                text = input("> ").strip()
+            try:
+                with contextlib.redirect_stdout(out):
+                    text = input("> ").strip()
+            except KeyboardInterrupt:  # of a line that was being written
+                _write(out, "\n")
+                continue
             text.encode()  # what is no UTF-8 may come as lone surrogates
-        except UnicodeError as error:
-            message(f"expertly: a message must be UTF-8 ({error})")
-            continue
-        except EOFError:
-            _write(out, "\n")
-            return
-        except KeyboardInterrupt:  # of a line that was being written
-            _write(out, "\n")
-            continue
-        if text == "/quit":
-            return
-        try:
+            if text == "/quit":
+                return
             if text.startswith("/"):
                 _write(out, _command(conversation, model, text) + "\n")
             elif text:
                 answer = conversation.answer(text, lambda piece: _write(out, piece))
                 _write(out, f"\n{answer.line()}\n")
+        except UnicodeError as error:
+            message(f"expertly: a message must be UTF-8 ({error})")
         except ConfigError as error:
             message(f"expertly: {error}")
+        except EOFError:
+            _write(out, "\n")
+            return
 
 
 def _command(conversation: Chat, model: Any, text: str) -> str:
@@ -179,8 +195,7 @@ def _command(conversation: Chat, model: Any, text: str) -> str:
         from expertly.cli.stats_report import phase_table
 
         return phase_table(api.stats(model).as_dict()["phases"])
-    lines = [] if name == "/help" else [f"[{name} is none of these]"]
-    return "\n".join([*lines, *(f"  {command:14}  {text}" for command, text in COMMANDS.items())])
+    return HELP if name == "/help" else f"[{name} is none of these]\n{HELP}"
 
 
 def _measures(model: Any) -> dict[str, Any]:

@@ -6,16 +6,13 @@ import contextlib
 import logging
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-from expertly.cli.loading import say_system
 from expertly.cli.output import message, progress_bar, reserved_stdout, show
+from expertly.cli.run import say_system
 from expertly.engine.process import give_back_code
 from expertly.options import json_flag, option
-from expertly.serve.settings import Access, ServeOptions
-
-if TYPE_CHECKING:
-    from expertly.serve.service import About
+from expertly.serve.settings import ServeOptions, read_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +29,12 @@ def run(args: ServeCommand) -> int:
     from expertly import api
     from expertly.serve.server import ApiServer, bind, open_server
 
-    access = Access.of(args, args.host)
+    keys = read_keys(args.api_key_file, args.host)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("expertly.serve").setLevel(logging.INFO)
     with contextlib.closing(bind(args.host, args.port)) as listener, reserved_stdout() as stdout:
         with progress_bar() as progress:
-            assembled = open_server(args, access, progress)
+            assembled = open_server(args, keys, progress)
         try:
             say_system(assembled.model)
             message(f"expertly: {api.stats(assembled.model).memory_reason}")
@@ -45,9 +42,9 @@ def run(args: ServeCommand) -> int:
             def announce() -> None:
                 port = listener.getsockname()[1]
                 host = f"[{args.host}]" if ":" in args.host else args.host
-                about = assembled.service.about
-                told = {"url": f"http://{host}:{port}", "model": about.as_dict(), "memory": about.memory}
-                show(told, args.json, lambda: _welcome(str(told["url"]), len(access.keys), about), stdout)
+                url, about = f"http://{host}:{port}", assembled.service.about
+                facts = {"url": url, "model": about, "memory": about["expertly"]["memory"]}
+                show(facts, args.json, lambda: _welcome(url, len(keys), about), stdout)
 
             ApiServer(assembled, args.drain_seconds, announce).run(sockets=[listener])
         finally:
@@ -55,10 +52,11 @@ def run(args: ServeCommand) -> int:
     return 0
 
 
-def _welcome(url: str, num_keys: int, about: About) -> str:
-    how = about.batching if about.batching_reason is None else f"{about.batching}: {about.batching_reason}"
+def _welcome(url: str, num_keys: int, about: dict[str, Any]) -> str:
+    facts = about["expertly"]
+    how = ": ".join(filter(None, (facts["batching"], facts["batching_reason"])))
     keys = f"{num_keys} keys" if num_keys else "no key asked for"
     return (
-        f"expertly: serving {about.name} on {url} ({url}/v1 for clients, {keys})\n"
-        f"expertly: requests run {how} | context {about.context} | chat template: {about.chat_template}"
+        f"expertly: serving {about['id']} on {url} ({url}/v1 for clients, {keys})\n"
+        f"expertly: requests run {how} | context {facts['context']} | chat template: {facts['chat_template']}"
     )

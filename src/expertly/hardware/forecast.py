@@ -209,15 +209,15 @@ def _decided_by(speeds: Sequence[ExpectedSpeed], speed: Speed, experts_nbytes: i
             f"how fast weights are read from memory ({rates} measured), and what "
             f"a layer takes beside ({format_seconds(speed.layer_ns / 1e9)}, by the demo model)"
         )
-    how = f"reading the others ({format_rate(speed.disk_nbytes_per_s or speed.link_nbytes_per_s)} measured)"
-    if speed.host_nbytes is not None and speed.host_nbytes >= experts_nbytes:  # none come from the disk
-        how = f"copying the others from the host ({format_rate(speed.link_nbytes_per_s)} measured)"
-    return f"how often a token's experts are in memory, which nobody knows before the model runs, and {how}"
+    is_from_host = speed.host_nbytes is not None and speed.host_nbytes >= experts_nbytes
+    rate = format_rate(speed.link_nbytes_per_s if is_from_host else speed.disk_nbytes_per_s or speed.link_nbytes_per_s)
+    how = "copying the others from the host" if is_from_host else "reading the others"
+    sentence = "how often a token's experts are in memory, which nobody knows before the model runs"
+    return f"{sentence}, and {how} ({rate} measured)"
 
 
 def _command(needs: ModelNeeds, fits: bool, total_memory: str | None) -> str:
     if needs.stored is None:
         return f"expertly doctor with a folder of weights or a hub id: {needs.name} is a config alone"
-    if not fits:
-        return "none here: the least of experts does not fit beside the rest"
-    return f"expertly run {needs.name}" + ("" if total_memory is None else f" --total-memory {total_memory}")
+    command = f"expertly run {needs.name}" + ("" if total_memory is None else f" --total-memory {total_memory}")
+    return command if fits else "none here: the least of experts does not fit beside the rest"

@@ -18,8 +18,7 @@ from expertly.core.resources import NUM_READERS, allowed_cpus, cpu_name
 from expertly.core.units import format_nbytes
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.process import keep_off_trapped_instructions
-from expertly.hardware import measure
-from expertly.hardware.neighbours import QuietWatch
+from expertly.hardware import measure, neighbours
 from expertly.hardware.profile import DeviceProfile, DiskProfile, MachineProfile
 
 SCRATCH_NBYTES = 1 << 30
@@ -45,12 +44,12 @@ class Problem:
 def examine(
     folder: Path, progress: Callable[[str], None] | None = None, effort: float = 1.0
 ) -> tuple[MachineProfile, list[Problem]]:
-    """Measure this machine, the disk in `folder`, in about half a minute times `effort`. `progress(what)` is called as
+    """Measure this machine, the disk in `folder`, in about half a minute times `effort`. `progress(part)` is called as
     each part begins.
     """
-    tell, problems = progress or (lambda what: None), list[Problem]()
+    tell, problems = progress or (lambda part: None), list[Problem]()
     keep_off_trapped_instructions()
-    watch, available = QuietWatch(), available_host_nbytes()
+    before, available, num_cpus = neighbours.read_system(), available_host_nbytes(), allowed_cpus()
     if available < 2 * WORKING_NBYTES:
         alone = f"torch and a forward pass alone take about {format_nbytes(WORKING_NBYTES)}"
         problems.append(Problem("warning", "memory", f"{format_nbytes(available)} are free; {alone}"))
@@ -61,16 +60,16 @@ def examine(
     weights = measure.measure_weights_rate(torch.device("cpu"), torch.bfloat16, 0.4 * effort, nbytes)
     tell("devices")
     devices = _examine_devices(2 * effort, problems)
-    if (text := watch.disturbance()) is not None:
+    if (text := neighbours.disturbance(before, neighbours.read_system(), num_cpus)) is not None:
         text += ": the figures are too low, and are not kept; measure again on a quiet machine"
         problems.append(Problem("warning", BUSY, text))
-    elif not watch.can_tell:
+    elif before.busy_s is None:
         text = "/proc/stat cannot be read: it cannot be told whether other processes made the figures too low"
         problems.append(Problem("note", "cpu", text))
     profile = MachineProfile(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         cpu=cpu_name(),
-        num_cpus=allowed_cpus(),
+        num_cpus=num_cpus,
         memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         available_nbytes=available,
         versions={"python": platform.python_version()}

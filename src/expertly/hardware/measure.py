@@ -74,12 +74,10 @@ class DiskRate(NamedTuple):
 
 
 def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> DiskRate:
-    """The sustained rate of reads of `read_nbytes` (a multiple of 4096) at random places of `path`, by `depth` threads
-    that read as the engine does. No place is read twice before all have been.
+    """The sustained rate of reads of `read_nbytes` (a multiple of 4096, at most the file's size) at random places of
+    `path`, by `depth` threads that read as the engine does. No place is read twice before all have been.
     """
     num_places = path.stat().st_size // read_nbytes
-    if read_nbytes % 4096 or num_places < 1:
-        raise ConfigError(f"read_nbytes={read_nbytes}: must be a multiple of 4096, and at most the file's size")
     places = cycle(np.random.default_rng(read_nbytes + depth).permutation(num_places).tolist())
 
     def read(file: ExpertFile, buffer: memoryview, end: float) -> tuple[int, bool]:

@@ -7,11 +7,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-from expertly.core.resources import allowed_cpus
 
 MAX_OTHERS, MAX_STOLEN, MAX_PRESSURE = 0.15, 0.03, 0.2
 """Shares that leave figures as they are: of the processors' time that other processes take and that a hypervisor does,
@@ -49,31 +46,17 @@ def read_system(proc: Path = Path("/proc")) -> Reading:
     return Reading(time.monotonic(), os.getloadavg()[0], own_s, busy_s, stolen_s, pressure)
 
 
-class QuietWatch:
-    """Looks when it is made and afterwards: what is measured in between, `disturbance` is about."""
-
-    def __init__(self, read: Callable[[], Reading] | None = None, num_cpus: int | None = None) -> None:
-        self._read = read or read_system
-        self._num_cpus = num_cpus or allowed_cpus()
-        self._begin = self._read()
-
-    @property
-    def can_tell(self) -> bool:
-        """Whether the system says who takes its processors."""
-        return self._begin.busy_s is not None
-
-    def disturbance(self) -> str | None:
-        """What disturbed; None: nothing that the system tells of."""
-        begin, now = self._begin, self._read()
-        if begin.load > max(1.0, self._num_cpus / 2):
-            return f"{begin.load:.1f} processes were running on {self._num_cpus} CPUs in the minute before"
-        if begin.pressure is not None and begin.pressure > MAX_PRESSURE:
-            return f"processes waited for a processor {begin.pressure:.0%} of the ten seconds before"
-        if begin.busy_s is None or now.busy_s is None:
-            return None
-        whole_s = max(1e-3, now.time_s - begin.time_s) * self._num_cpus
-        stolen = ((now.stolen_s or 0.0) - (begin.stolen_s or 0.0)) / whole_s
-        if stolen > MAX_STOLEN:
-            return f"meanwhile the hypervisor took {stolen:.0%} of the processors' time"
-        taken = (now.busy_s - begin.busy_s - (now.own_s - begin.own_s)) / whole_s
-        return None if taken <= MAX_OTHERS else f"meanwhile other processes took {taken:.0%} of the processors' time"
+def disturbance(before: Reading, after: Reading, num_cpus: int) -> str | None:
+    """What disturbed what was measured between two readings; None: nothing that the system tells of."""
+    if before.load > max(1.0, num_cpus / 2):
+        return f"{before.load:.1f} processes were running on {num_cpus} CPUs in the minute before"
+    if before.pressure is not None and before.pressure > MAX_PRESSURE:
+        return f"processes waited for a processor {before.pressure:.0%} of the ten seconds before"
+    if before.busy_s is None or after.busy_s is None:
+        return None
+    whole_s = max(1e-3, after.time_s - before.time_s) * num_cpus
+    stolen = ((after.stolen_s or 0.0) - (before.stolen_s or 0.0)) / whole_s
+    if stolen > MAX_STOLEN:
+        return f"meanwhile the hypervisor took {stolen:.0%} of the processors' time"
+    taken = (after.busy_s - before.busy_s - (after.own_s - before.own_s)) / whole_s
+    return None if taken <= MAX_OTHERS else f"meanwhile other processes took {taken:.0%} of the processors' time"

@@ -19,23 +19,16 @@ from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.model import sandbox_process
 from expertly.model.sandbox_process import LENGTH
 
-PATIENT_NICE = 10
-"""For a second sandbox, of what took long in a first: other requests go first."""
-
 _START_S = 60.0
 """For the process to start, on a machine that is busy with something else."""
 
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_TIME")
 
 
-class SlowError(ConfigError):
-    """A request took more time than its limit."""
-
-
 class Sandbox:
     """A process that answers one request at a time; others wait. Any thread may call. It starts with the first request,
     and again after one that broke a limit: `cpu_s` of processor time, `seconds` of time, `nbytes` of memory beyond what
-    the process takes at its start. `nice`: by how much others go first where processors are short.
+    the process takes at its start.
 
     It has no files but its end of a socket, prints nothing, and ends with this process. Where the machine runs out of
     memory it is ended first.
@@ -49,10 +42,9 @@ class Sandbox:
         seconds: float,
         nbytes: int,
         settings: Mapping[str, Any] | None = None,
-        nice: int = 0,
     ) -> None:
         self._packages, self._cpu_s, self._seconds, self._nbytes = packages, cpu_s, seconds, nbytes
-        self._settings = {"service": service, "cpu_s": cpu_s, "nbytes": nbytes, "nice": nice, **(settings or {})}
+        self._settings = {"service": service, "cpu_s": cpu_s, "nbytes": nbytes, **(settings or {})}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -63,8 +55,8 @@ class Sandbox:
         return None if process is None or process.poll() is not None else process.pid
 
     def ask(self, request: bytes) -> tuple[bytes, str]:
-        """The letter and the text of the answer. Raises ConfigError where a limit was broken (SlowError: that of time),
-        or the process ended by itself; the message begins with "takes", "did" or "ended".
+        """The letter and the text of the answer. Raises ConfigError where a limit was broken, or the process
+        ended by itself; the message begins with "takes", "did" or "ended".
         """
         with self._lock:
             letter, answer = self._ask(request)
@@ -95,7 +87,7 @@ class Sandbox:
             return head[:1], answer
         except TimeoutError:
             self._end()
-            raise SlowError(f"did not end in {self._seconds:g} s") from None
+            raise ConfigError(f"did not end in {self._seconds:g} s") from None
         except OSError:
             raise self._died() from None
         except BaseException:  # an interrupt: the answer would be the next request's
@@ -155,7 +147,7 @@ class Sandbox:
             status = 0
         self._end()
         if status == -signal.SIGPROF:
-            return SlowError(f"did not end in {self._cpu_s:g} s")
+            return ConfigError(f"did not end in {self._cpu_s:g} s")
         if status == -signal.SIGABRT:  # of Rust where it gets no memory
             return self._too_large()
         name = signal.Signals(-status).name if status < 0 else f"exit code {status}"

@@ -193,7 +193,6 @@ def main() -> None:
             file.write("1000")
     except OSError:
         pass  # a container may have no /proc to write to
-    os.nice(settings["nice"])
     size, taken = _memory()
     for limit, most in (
         (resource.RLIMIT_AS, size + settings["nbytes"]),

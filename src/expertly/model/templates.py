@@ -36,11 +36,9 @@ class TooLongError(ConfigError):
 class Renderer(contextlib.AbstractContextManager["Renderer"]):
     """Renders conversations by a tokenizer's chat template. Any thread may call. For the limits see Sandbox."""
 
-    def __init__(
-        self, cpu_s: float = RENDER_CPU_S, seconds: float = RENDER_S, nbytes: int = RENDER_NBYTES, nice: int = 0
-    ) -> None:
+    def __init__(self, cpu_s: float = RENDER_CPU_S, seconds: float = RENDER_S, nbytes: int = RENDER_NBYTES) -> None:
         packages, settings = ("jinja2", "markupsafe", "packaging"), {"file": chat_template_utils.__file__}
-        self.sandbox = Sandbox("templates", packages, cpu_s, seconds, nbytes, settings, nice)
+        self.sandbox = Sandbox("templates", packages, cpu_s, seconds, nbytes, settings)
 
     def __exit__(self, *_: object) -> None:
         self.sandbox.close()
@@ -56,7 +54,7 @@ class Renderer(contextlib.AbstractContextManager["Renderer"]):
     ) -> str:
         """A conversation as the tokenizer's chat template, or `template`, writes it, up to where the model goes on, as
         `apply_chat_template` does. All is JSON. Raises ConfigError where the template raises anything, takes too much
-        time (SlowError) or memory, makes more than `most` characters (TooLongError), or half of a surrogate
+        time or memory, makes more than `most` characters (TooLongError), or half of a surrogate
         pair.
         """
         try:
@@ -73,7 +71,7 @@ class Renderer(contextlib.AbstractContextManager["Renderer"]):
         try:
             letter, text = self.sandbox.ask(raw)
         except ConfigError as error:
-            raise type(error)(f"messages: the model's chat template {error}") from None
+            raise ConfigError(f"messages: the model's chat template {error}") from None
         if letter == b"L":
             raise TooLongError(int(text), most)
         if letter == b"E":

@@ -36,10 +36,6 @@ def parts_of(readers: Mapping[int, AnswerReader], delta: Delta) -> list[AnswerPa
     return parts + (reader.end() if delta.reason is not None else [])
 
 
-def _reason(reason: str | None, num_calls: int) -> str | None:
-    return "tool_calls" if reason == "stop" and num_calls else reason
-
-
 class _Answer:
     """What whole answers and streams have in common."""
 
@@ -59,17 +55,15 @@ class _Answer:
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The whole answer, from all deltas."""
-        choices = []
-        for index in range(len(self.request.texts)):
-            of_text = [delta for delta in deltas if delta.index == index]
-            choices.append(self._choice(index, of_text, [token for delta in of_text for token in delta.choices]))
+        by_text = [[delta for delta in deltas if delta.index == text.index] for text in self.request.texts]
+        choices = [self._choice(index, of_text) for index, of_text in enumerate(by_text)]
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage(self.request)}
 
     def last_chunks(self) -> list[Json]:
         """The chunk with the usage, where the client asked for it."""
         return [self._chunk() | {"usage": usage(self.request)}] if self._null else []
 
-    def _choice(self, index: int, deltas: Sequence[Delta], tokens: Sequence[SampledToken]) -> Json:
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> Json:
         raise NotImplementedError
 
     def _chunk(self, *choices: Json) -> Json:
@@ -99,42 +93,40 @@ class ChatAnswer(_Answer):
             parts.append(AnswerPart("content"))  # tokens without text have log probabilities as well
         untold = delta.choices
         for part in parts:
-            logprobs = self._logprobs(untold) if self.has_logprobs and part.kind == "content" else None
-            untold = () if logprobs is not None else untold
+            logprobs = None
+            if part.kind == "content":
+                logprobs, untold = self._logprobs(untold), ()
             chunks.append(self._told(delta.index, self._of_part(delta.index, part), logprobs))
         if delta.reason is not None:
-            reason = _reason(delta.reason, self._num_calls[delta.index])
+            reason = _reason(delta, self._num_calls[delta.index])
             chunks.append(self._told(delta.index, {}, reason=reason))
         return chunks
 
     def _of_part(self, index: int, part: AnswerPart) -> Json:
-        if part.call is not None:
-            number = self._num_calls[index]
-            self._num_calls[index] += 1
-            return {"tool_calls": [{"index": number, **part.call.as_dict()}]}
-        return {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
+        if part.call is None:
+            return {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
+        self._num_calls[index] += 1
+        return {"tool_calls": [{"index": self._num_calls[index] - 1, **part.call.as_dict()}]}
 
-    def _choice(self, index: int, deltas: Sequence[Delta], tokens: Sequence[SampledToken]) -> Json:
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> Json:
         parts = [part for delta in deltas for part in parts_of(self._readers, delta)]
-        content = "".join(part.text for part in parts if part.kind == "content")
-        thought = "".join(part.text for part in parts if part.kind == "reasoning")
+        content, thought = (
+            "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning")
+        )
         calls = [part.call.as_dict() for part in parts if part.call is not None]
         message: Json = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
-        if thought:
-            message["reasoning_content"] = thought
-        if calls:
-            message["tool_calls"] = calls
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(tokens) if self.has_logprobs else None,
-            "finish_reason": _reason(deltas[-1].reason, len(calls)),
-        }
+        message |= {"reasoning_content": thought} if thought else {}
+        message |= {"tool_calls": calls} if calls else {}
+        logprobs = self._logprobs([token for delta in deltas for token in delta.choices])
+        reason = _reason(deltas[-1], len(calls))
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _told(self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
         return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
-    def _logprobs(self, choices: Sequence[SampledToken]) -> Json:
+    def _logprobs(self, choices: Sequence[SampledToken]) -> Json | None:
+        if not self.has_logprobs:
+            return None
         content = []
         for choice in choices:
             alternatives = [self._token(token, logprob) for token, logprob in choice.top]
@@ -143,7 +135,11 @@ class ChatAnswer(_Answer):
 
     def _token(self, token: int, logprob: float | None) -> Json:
         text, piece = self.prompts.piece(token)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(piece)}
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(piece)}
+
+
+def _reason(delta: Delta, num_calls: int) -> str | None:
+    return "tool_calls" if delta.reason == "stop" and num_calls else delta.reason
 
 
 class CompletionAnswer(_Answer):
@@ -160,15 +156,15 @@ class CompletionAnswer(_Answer):
         """The chunks of a stream for `delta`."""
         if not (delta.text or delta.reason is not None or (delta.index in self._echo.keys() - self._started)):
             return []
-        return [self._chunk(self._choice(delta.index, [delta], delta.choices))]
+        return [self._chunk(self._choice(delta.index, [delta]))]
 
-    def _choice(self, index: int, deltas: Sequence[Delta], tokens: Sequence[SampledToken]) -> Json:
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> Json:
         text = "".join(delta.text for delta in deltas)
-        if index not in self._started:
-            self._started.add(index)
-            text = self._echo.get(index, "") + text
-            if index in self._echo:  # a prompt, which nothing comes before
-                tokens = [SampledToken(self.request.texts[index].prompt[0]), *tokens]
+        tokens = [token for delta in deltas for token in delta.choices]
+        if index in self._echo.keys() - self._started:
+            text = self._echo[index] + text
+            tokens.insert(0, SampledToken(self.request.texts[index].prompt[0]))  # which nothing comes before
+        self._started.add(index)
         logprobs = self._logprobs(index, tokens) if self.has_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].reason}
 
@@ -177,15 +173,15 @@ class CompletionAnswer(_Answer):
         logprobs: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for choice in choices:
             piece, is_first = self.prompts.text([choice.token], special=True), choice.logprob is None
-            top = {self.prompts.text([token], special=True): finite(value) for token, value in choice.top}
+            top = {self.prompts.text([token], special=True): _finite(value) for token, value in choice.top}
             logprobs["tokens"].append(piece)
-            logprobs["token_logprobs"].append(None if is_first else finite(choice.logprob))
+            logprobs["token_logprobs"].append(None if is_first else _finite(choice.logprob))
             logprobs["top_logprobs"].append(None if is_first else top)
             logprobs["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(piece)
         return logprobs
 
 
-def finite(logprob: float | None) -> float:
+def _finite(logprob: float | None) -> float:
     """JSON has no infinity: as OpenAI does, -9999.0 stands for a probability of 0."""
     return -9999.0 if logprob is None or logprob < -9999.0 else logprob

@@ -1,43 +1,53 @@
-"""The paths of the server."""
+"""The paths of the server over HTTP: who may ask, streams that end when their client goes, one form of errors."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from expertly.core.errors import ExpertlyError
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
-from expertly.serve.errors import ApiError
-from expertly.serve.http import EventStream, Guard, as_event, as_told, on_bug, on_gone, on_http_error, unless_gone
+from expertly.serve.errors import ApiError, failed
 from expertly.serve.reading import Bodies
 from expertly.serve.request import ServedRequest
-from expertly.serve.responses import ResponsesAnswer
-from expertly.serve.schema import ChatRequest, CompletionRequest, ResponsesRequest
+from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
+from expertly.serve.schema import ChatRequest, CompletionRequest
 from expertly.serve.service import Service
-from expertly.serve.settings import Access
+from expertly.serve.settings import host_of, is_key, is_loopback
 from expertly.serve.view import View, dashboard_page
 
+OPEN_PATHS = ("/", "/health", "/ready")
+"""Paths that need no key, as they reveal nothing of requests."""
+
 Answer = ChatAnswer | CompletionAnswer | ResponsesAnswer
+Result = TypeVar("Result")
+
+log = logging.getLogger("expertly.serve")
 
 
-def make_app(service: Service, view: View, access: Access, bodies: Bodies) -> Any:
+def make_app(service: Service, view: View, keys: Sequence[str], bodies: Bodies) -> ASGIApp:
     """The ASGI application. It accepts requests once `service.scheduler` has been started."""
     app = FastAPI(openapi_url=None)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(ClientDisconnect, on_gone)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_gone)
     for bug in (ApiError, ExpertlyError, Exception):
-        app.add_exception_handler(bug, on_bug)
+        app.add_exception_handler(bug, _on_bug)
     _add_state(app, service, view)
     _add_texts(app, service, bodies)
-    return Guard(app, access)
+    return Guard(app, keys)
 
 
 def _add_state(app: FastAPI, service: Service, view: View) -> None:
@@ -62,24 +72,24 @@ def _add_state(app: FastAPI, service: Service, view: View) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [service.about.as_dict()]})
+        return JSONResponse({"object": "list", "data": [service.about]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         service.check_model(name)
-        return JSONResponse(service.about.as_dict())
+        return JSONResponse(service.about)
 
     @app.get("/v1/experts")
-    async def experts() -> Response:
-        return JSONResponse(await asyncio.to_thread(view.experts))
+    def experts() -> Response:
+        return JSONResponse(view.experts())
 
     @app.get("/v1/state")
-    async def state() -> Response:
-        return JSONResponse(await asyncio.to_thread(view.state))
+    def state() -> Response:
+        return JSONResponse(view.state())
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(await asyncio.to_thread(view.metrics), media_type=CONTENT_TYPE_LATEST)
+    def metrics() -> Response:
+        return Response(view.metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_texts(app: FastAPI, service: Service, bodies: Bodies) -> None:
@@ -94,7 +104,7 @@ def _add_texts(app: FastAPI, service: Service, bodies: Bodies) -> None:
             if is_stream:
                 return EventStream(_events(answer), gone)
             try:
-                return JSONResponse(answer.whole(await unless_gone(request.receive, _all(answer.request))))
+                return JSONResponse(answer.whole(await _unless_gone(request.receive, _all(answer.request))))
             finally:
                 gone()
 
@@ -112,9 +122,109 @@ async def _events(answer: Answer) -> AsyncIterator[bytes]:
     try:
         async for delta in answer.request:
             for chunk in answer.chunks(delta):
-                yield as_event(chunk)
+                yield _as_event(chunk)
         for chunk in answer.last_chunks():
-            yield as_event(chunk)
+            yield _as_event(chunk)
         yield answer.done
     except Exception as error:
-        yield as_event(answer.failure(as_told(error)))
+        yield _as_event(answer.failure(_as_told(error)))
+
+
+def _as_event(value: Any) -> bytes:
+    """One server-sent event, named by its type where it has one."""
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    return name + b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. `closed` is called once when the stream has ended, however it ended."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], closed: Callable[[], None]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._closed = closed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ClientDisconnect, OSError):
+                await _unless_gone(receive, self.stream_response(send))
+        finally:
+            self._closed()
+
+
+async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
+    """The result of `work`. Where the client closes the connection, cancels it and raises ClientDisconnect. The
+    body must have been read.
+    """
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class Guard:
+    """The outermost layer: checks keys and host names."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._error(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self._app if error is None else _error_response(error))(scope, receive, send)
+
+    def _error(self, path: str, headers: Headers) -> ApiError | None:
+        hosts = headers.getlist("host")
+        if not self._keys:  # any web page could use the server under another name
+            host = host_of(hosts[0]) if len(hosts) == 1 else None
+            if host is None or not is_loopback(host):
+                return ApiError(403, "Host: accepted without a key: localhost or its address", code="wrong_host")
+            return None
+        shown = headers.getlist("authorization")
+        scheme, _, key = (shown[0] if len(shown) == 1 else "").partition(" ")
+        if path in OPEN_PATHS or (scheme.lower() == "bearer" and is_key(key.strip(), self._keys)):
+            return None
+        sentence, challenge = "Authorization: accepted: Bearer and a key of this server", {"WWW-Authenticate": "Bearer"}
+        return ApiError(401, sentence, kind="authentication_error", code="invalid_api_key", headers=challenge)
+
+
+def _error_response(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Errors of the framework: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    said = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "refused")
+    return _error_response(ApiError(error.status_code, said, code=code, headers=error.headers))
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    return _error_response(_as_told(error))
+
+
+async def _on_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+def _as_told(error: Exception) -> ApiError:
+    """An exception as an ApiError: the model's errors are told to the client, a bug of ours only to the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ExpertlyError):
+        return failed(str(error))
+    log.error("a request failed", exc_info=error)
+    return failed("the server has a bug: its log says more")

@@ -23,11 +23,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.kind, self.param, self.code = status, kind, param, code
         self.message = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."
-        self.kind = kind
-        self.param = param
-        self.code = code
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
@@ -37,11 +34,6 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that can never work as it is."""
     return ApiError(400, message, param=param, code=code)
-
-
-def too_long(problem: str, param: str) -> ApiError:
-    """A text that is longer than the context."""
-    return invalid(f"{param}: {problem}", param, "context_length_exceeded")
 
 
 def unavailable(message: str, code: str) -> ApiError:

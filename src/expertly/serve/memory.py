@@ -20,8 +20,7 @@ MAX_DEFAULT_CACHE = 32768
 
 HOST_NBYTES = 96 << 20
 """Of a server on a host: processes for templates and grammars, 12 MiB each and what they take for one request; bodies
-that are read; libraries that are imported when the first request needs them, 30 MiB more than BESIDE_NBYTES counts
-(bench/bodies.py).
+that are read; libraries that are imported when the first request needs them, 30 MiB more than BESIDE_NBYTES counts.
 """
 
 _PADDING_PAGES = 2
@@ -33,15 +32,13 @@ def cache_for(options: ServeOptions, store: PackedStore) -> SharedCache:
     if options.max_running > MAX_BATCH_TOKENS:
         raise ConfigError(f"max_running={options.max_running}: accepted: at most {MAX_BATCH_TOKENS}")
     context = _context(options, store)
-    one = -(-context // PAGE_TOKENS) + 1  # pages of layers may not align
-    if options.kv_tokens is None:
-        least, most = one, max(one, min(options.max_running * one, MAX_DEFAULT_CACHE // PAGE_TOKENS))
-    else:
+    least = -(-context // PAGE_TOKENS) + 1  # pages of layers may not align
+    most = max(least, min(options.max_running * least, MAX_DEFAULT_CACHE // PAGE_TOKENS))
+    if options.kv_tokens is not None:
+        if options.kv_tokens <= (least - 1) * PAGE_TOKENS:
+            sentence = f"kv_tokens={options.kv_tokens}: accepted: {least * PAGE_TOKENS} or more"
+            raise ConfigError(f"{sentence}, for one text of {context}")
         least = most = -(-options.kv_tokens // PAGE_TOKENS)
-        if least < one:
-            raise ConfigError(
-                f"kv_tokens={options.kv_tokens}: accepted: {one * PAGE_TOKENS} or more, for one text of {context}"
-            )
     text = store.config.get("text_config", store.config)
     num_masks = 2 if "sliding_attention" in (text.get("layer_types") or ()) else 1
     least, most = ((pages + _PADDING_PAGES) * PAGE_TOKENS for pages in (least, most))
@@ -61,17 +58,15 @@ def memory_of(loaded: Handle, room: Room) -> dict[str, int]:
         "dense_bytes": beside.dense_nbytes,
         "kv_cache_bytes": (room.num_pages + _PADDING_PAGES) * PAGE_TOKENS * beside.cache_nbytes,
         "working_bytes": beside.fixed_nbytes,
-        "experts_bytes": sum(one["memory_bytes"] for one in loaded.stats.as_dict()["devices"] if one["worker"] is None),
+        "experts_bytes": loaded.stats.as_dict()["devices"][0]["memory_bytes"],  # the others are workers
     }
 
 
 def _context(options: ServeOptions, store: PackedStore) -> int:
     """The longest text in tokens."""
-    most = store.positions
-    context = options.context
+    context, positions = options.context, store.positions
     if context is None:
-        return min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)
-    assert isinstance(context, int)
-    if most is not None and context > most:
-        raise ConfigError(f"context={context}: accepted: at most the model's {most}")
+        return min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT)
+    if positions is not None and context > positions:
+        raise ConfigError(f"context={context}: accepted: at most the model's {positions}")
     return context

@@ -41,10 +41,10 @@ class Bodies:
     `limit`: bytes of a body; `most_values`: JSON values in it.
     """
 
-    def __init__(self, limit: int, most_values: int, read_s: float = READ_S) -> None:
+    def __init__(self, limit: int, most_values: int) -> None:
         self._limit = limit
         self._most_values = most_values
-        self._read_s = read_s
+        self._read_s = READ_S
         self._num_bodies = 0
         self._nbytes = 0  # of all bodies, without the first SMALL_NBYTES of each
 
@@ -56,8 +56,8 @@ class Bodies:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "Content-Type: accepted: application/json", code="unsupported_media_type")
-        told = request.headers.get("content-length", "")
-        if told.isascii() and told.isdecimal() and len(told) < 19 and int(told) > self._limit:
+        length = request.headers.get("content-length", "")
+        if length.isascii() and length.isdecimal() and len(length) < 19 and int(length) > self._limit:
             raise self._too_large()
         if self._num_bodies >= MAX_BODIES:
             raise busy("too many large requests are being read", "no_room_for_body", **_CLOSE)
@@ -67,9 +67,8 @@ class Bodies:
             try:
                 await asyncio.wait_for(self._receive(request, body), self._read_s)
             except asyncio.TimeoutError:
-                raise ApiError(
-                    408, f"the body did not come in {self._read_s:g} s", code="body_too_slow", headers=_CLOSE
-                ) from None
+                sentence = f"the body did not come in {self._read_s:g} s"
+                raise ApiError(408, sentence, code="body_too_slow", headers=_CLOSE) from None
             yield self._checked(body, model)
         finally:
             self._num_bodies -= 1
@@ -100,9 +99,8 @@ class Bodies:
         return check(model, value)
 
     def _too_large(self) -> ApiError:
-        return ApiError(
-            413, f"the body is too large; accepted: {self._limit} bytes", code="body_too_large", headers=_CLOSE
-        )
+        sentence = f"the body is too large; accepted: {self._limit} bytes"
+        return ApiError(413, sentence, code="body_too_large", headers=_CLOSE)
 
 
 def count_values(body: bytes | bytearray, most: int) -> int:
@@ -131,8 +129,8 @@ def _from_pydantic(error: ValidationError) -> ApiError:
     outer, unions = every[0]["loc"][:-1], ("function-", "tagged-", "list[", "constrained-", "literal[", "item-")
     first = every[0]
     if first["loc"][-1:] == ("str",):  # of what may be a text or a list: a list's are of its length, or go deeper
-        near = [one for one in every if one["loc"][: len(outer)] == outer]
-        first = max(near, key=lambda one: (one["type"] in ("too_long", "too_short"), len(one["loc"])))
+        near = [problem for problem in every if problem["loc"][: len(outer)] == outer]
+        first = max(near, key=lambda problem: (problem["type"] in ("too_long", "too_short"), len(problem["loc"])))
     path = [str(part) for part in first["loc"] if part != "str" and not str(part).startswith(unions)]
     message = first["msg"]
     if first["type"] == "value_error":  # one of ours, which begins with the field

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -84,17 +85,15 @@ class Text:
         self.tokens.append(choice.token)
         is_scripted = len(self.tokens) <= len(self.sampling.script)
         is_end = choice.token in self.ends
-        came = "" if is_end else self._decoder.add([choice.token])
         is_last = is_end or len(self.tokens) >= self.max_tokens
+        came = "" if is_end else self._decoder.add([choice.token])
         if is_last:
             came += self._decoder.end()
         shown = came if is_scripted else self.stops.add(came)
         if is_last:
             shown += self.stops.end()
-        if self.stops.is_stopped or is_end:
-            self.reason = "stop"
-        elif is_last:
-            self.reason = "length"
+        if self.stops.is_stopped or is_last:
+            self.reason = "stop" if self.stops.is_stopped or is_end else "length"
         if self.sampling.logprobs is not None and not is_end:
             self._untold.append(choice)
         choices = tuple(self._untold) if shown or self.reason is not None else ()
@@ -110,15 +109,13 @@ class ServedRequest:
     """
 
     decode: Callable[[Sequence[int]], str]
-    now_s: Callable[[], float]
     number: int = field(default_factory=lambda: next(_numbers))
     texts: list[Text] = field(default_factory=list)
     deltas: asyncio.Queue[Delta | BaseException | None] = field(default_factory=asyncio.Queue)
-    came_s: float = 0.0
     first_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.came_s = self.now_s()
+        self.came_s = time.perf_counter()
 
     def add(
         self, prompt: Sequence[int], max_tokens: int, ends: Sequence[int], sampling: Sampling, stops: Sequence[str]
@@ -129,8 +126,7 @@ class ServedRequest:
     @property
     def num_prompt_tokens(self) -> int:
         """Each prompt is counted once, however many texts continue it."""
-        prompts = {id(text.prompt): len(text.prompt) + len(text.sampling.script) for text in self.texts}
-        return sum(prompts.values())
+        return sum({id(text.prompt): len(text.prompt) + len(text.sampling.script) for text in self.texts}.values())
 
     @property
     def num_cached_tokens(self) -> int:

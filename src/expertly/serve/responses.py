@@ -1,17 +1,154 @@
-"""What /v1/responses, OpenAI's newer API, answers: items, and the events of a stream."""
+"""/v1/responses, OpenAI's newer API: a request as a chat, and its answer as items and the events of a stream."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag
 
 from expertly.model.answers import AnswerReader, Call
 from expertly.serve.answers import Json, parts_of, usage
 from expertly.serve.errors import ApiError
 from expertly.serve.request import Delta, ServedRequest
-from expertly.serve.schema import ResponsesRequest
+from expertly.serve.schema import (
+    CalledFunction,
+    Content,
+    Count,
+    Effort,
+    FormatType,
+    Function,
+    FunctionName,
+    Message,
+    Name,
+    NamedTool,
+    Strict,
+    Tool,
+    ToolCall,
+    Tuning,
+    Variables,
+)
+
+
+class InputMessage(Message):
+    type: Literal["message"] = "message"
+
+
+class InputCall(CalledFunction):
+    type: Literal["function_call"]
+    call_id: Name
+
+
+class InputResult(Strict):
+    type: Literal["function_call_output"]
+    call_id: Annotated[Name, Field(min_length=1)]
+    output: Content
+
+
+class InputThought(Strict):
+    type: Literal["reasoning"]  # which the model is not told again
+
+
+def _type_of(item: Any) -> str:
+    """The tag of an item: "item-" and its type."""
+    return f"item-{item.get('type', 'message') if isinstance(item, dict) else None}"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("item-message")]
+    | Annotated[InputCall, Tag("item-function_call")]
+    | Annotated[InputResult, Tag("item-function_call_output")]
+    | Annotated[InputThought, Tag("item-reasoning")],
+    Discriminator(
+        _type_of,
+        custom_error_type="item_type",
+        custom_error_message="accepted: items of type message, function_call, function_call_output or reasoning",
+    ),
+]
+
+
+class FlatTool(Function):
+    type: Literal["function"]
+
+
+class ToolName(FunctionName):
+    type: Literal["function"]
+
+
+class ReasoningWish(Strict):
+    effort: Effort | None = None
+
+
+class TextFormat(Strict):
+    type: FormatType
+    name: Name | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextWish(Strict):
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Tuning):
+    """Nothing is stored: each request brings the whole conversation."""
+
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningWish | None = None
+    text: TextWish | None = None
+    chat_template_kwargs: Variables | None = None
+    cannot: ClassVar[dict[str, str]] = Tuning.cannot | {
+        "response_format": "use text.format",
+        "previous_response_id": "nothing is stored; send what was said",
+        "conversation": "nothing is stored; send what was said",
+        "background": "nothing is stored",
+        "prompt": "no prompts are stored; use input",
+    }
+
+    def as_chat(self) -> dict[str, Any]:
+        """The same request for the chat API."""
+        choice, wish = self.tool_choice, self.text.format if self.text else None
+        shared = (*Tuning.model_fields, "parallel_tool_calls", "chat_template_kwargs")
+        asked = {
+            **{name: getattr(self, name) for name in shared},
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [Tool(type="function", function=tool) for tool in self.tools or ()],
+            "tool_choice": NamedTool(type="function", function=choice) if isinstance(choice, ToolName) else choice,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+        }
+        if wish is not None:
+            schema = wish.model_dump(include={"name", "schema_"}, by_alias=True, exclude_none=True)
+            asked["response_format"] = {"type": wish.type} | ({"json_schema": schema} if schema else {})
+        return asked
+
+    def _messages(self) -> list[Message]:
+        """What an assistant says and calls in one turn is one message, as templates want it."""
+        messages = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
+        items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        for item in items:
+            if isinstance(item, InputMessage):
+                messages.append(item)
+            elif isinstance(item, InputResult):
+                messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
+            elif isinstance(item, InputCall):
+                calls = [ToolCall(id=item.call_id, type="function", function=item)]
+                if messages and messages[-1].role == "assistant":
+                    begun = messages[-1]
+                    messages[-1] = begun.model_copy(update={"tool_calls": [*(begun.tool_calls or ()), *calls]})
+                else:
+                    messages.append(Message(role="assistant", tool_calls=calls))
+        return messages
+
+
+ECHOED = {"model", "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "text"}
+"""What an answer says of its request."""
 
 
 class ResponsesAnswer:
@@ -21,15 +158,13 @@ class ResponsesAnswer:
 
     def __init__(self, asked: ResponsesRequest, request: ServedRequest, readers: Mapping[int, AnswerReader]) -> None:
         self.request = request
-        echoed = {"model", "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "text"}
-        self._echo = {"parallel_tool_calls": asked.parallel_tool_calls is not False}
-        self._echo |= asked.model_dump(include=echoed, by_alias=True, exclude_none=True)
         self._readers = readers
-        self._id = f"resp_{uuid.uuid4().hex}"
-        self._created = int(time.time())
+        self._echo = asked.model_dump(include=ECHOED, by_alias=True, exclude_none=True)
+        self._echo["parallel_tool_calls"] = asked.parallel_tool_calls is not False
+        self._head = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
         self._items: list[Json] = []
         self._open: str | None = None  # "output" or "reasoning" of the last item, while text comes to it
-        self._reason: str | None = None
+        self._is_cut = False
         self._number = 0  # of the next event
         self._num_thought = 0  # tokens of what was thought, with its marks
         self._num_untold = 0  # tokens since the last that made a part
@@ -39,7 +174,7 @@ class ResponsesAnswer:
         events: list[Json] = []
         if self._number == 0:
             for name in ("created", "in_progress"):
-                events.append(self._event(f"response.{name}", response=self._object("in_progress")))
+                events.append(self._event(name, response=self._object("in_progress")))
         self._num_untold += 1  # a delta is one token
         parts = parts_of(self._readers, delta)
         if any(part.kind == "reasoning" for part in parts):
@@ -53,17 +188,17 @@ class ResponsesAnswer:
                 events += self._said("reasoning" if part.kind == "reasoning" else "output", part.text)
         if delta.reason is not None:
             events += self._closed()
-            self._reason = delta.reason
+            self._is_cut = delta.reason == "length"
         return events
 
     def last_chunks(self) -> list[Json]:
         status = self._status()
-        return [self._event(f"response.{status}", response=self._object(status))]
+        return [self._event(status, response=self._object(status))]
 
     def failure(self, error: ApiError) -> Json:
         """The last event of a stream that failed."""
         failed = self._object("failed") | {"error": {"code": "server_error", "message": error.message}}
-        return self._event("response.failed", response=failed)
+        return self._event("failed", response=failed)
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         for delta in deltas:
@@ -82,79 +217,68 @@ class ResponsesAnswer:
             else:
                 item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
                 content |= {"annotations": [], "logprobs": []}
-            item["status"] = "in_progress"
-            events += [
-                self._of_item("added", item | {"content": []}),
-                self._of_text("response.content_part.added", part=dict(content)),
-            ]
+            events.append(self._added(item | {"status": "in_progress", "content": []}))
+            events.append(self._of_item("content_part.added", content_index=0, part=dict(content)))
             self._items[-1]["content"] = [content]
         self._items[-1]["content"][0]["text"] += text
-        return [*events, self._of_text(f"response.{kind}_text.delta", delta=text, **self._no_logprobs())]
+        return [*events, self._of_text("delta", delta=text)]
 
     def _closed(self) -> list[Json]:
         """The events that end the open item; none where no item is open."""
         if self._open is None:
             return []
         content = self._items[-1]["content"][0]
-        text = self._of_text(f"response.{self._open}_text.done", text=content["text"], **self._no_logprobs())
+        text = self._of_text("done", text=content["text"])
         self._open = None
-        return [text, self._of_text("response.content_part.done", part=content), self._of_item("done")]
+        return [text, self._of_item("content_part.done", content_index=0, part=content), self._ended()]
 
     def _called(self, call: Call) -> list[Json]:
         item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call.id, "name": call.name}
-        events = [self._of_item("added", {**item, "arguments": "", "status": "in_progress"})]
+        added = self._added({**item, "arguments": "", "status": "in_progress"})
         self._items[-1]["arguments"] = call.arguments
-        name, place = "response.function_call_arguments", self._place()
-        events.append(self._event(f"{name}.delta", **place, delta=call.arguments))
-        events.append(self._event(f"{name}.done", **place, arguments=call.arguments, name=call.name))
-        return [*events, self._of_item("done")]
+        written = self._of_item("function_call_arguments.delta", delta=call.arguments)
+        done = self._of_item("function_call_arguments.done", arguments=call.arguments, name=call.name)
+        return [added, written, done, self._ended()]
 
-    def _of_item(self, what: str, begun: Json | None = None) -> Json:
-        """The event that adds an item, or ends the last one."""
-        if begun is None:
-            item = self._items[-1]
-            item["status"] = "completed"
-        else:
-            item = dict(begun)
-            self._items.append(begun)
-        return self._event(f"response.output_item.{what}", output_index=len(self._items) - 1, item=item)
+    def _added(self, item: Json) -> Json:
+        self._items.append(item)
+        return self._event("output_item.added", output_index=len(self._items) - 1, item=dict(item))
 
-    def _of_text(self, kind: str, **more: Any) -> Json:
-        return self._event(kind, **self._place(), content_index=0, **more)
+    def _ended(self) -> Json:
+        self._items[-1]["status"] = "completed"
+        return self._event("output_item.done", output_index=len(self._items) - 1, item=self._items[-1])
 
-    def _place(self) -> Json:
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+    def _of_text(self, step: str, **more: Any) -> Json:
+        more |= {"logprobs": []} if self._open == "output" else {}
+        return self._of_item(f"{self._open}_text.{step}", content_index=0, **more)
 
-    def _no_logprobs(self) -> Json:
-        return {"logprobs": []} if self._open == "output" else {}
-
-    def _status(self) -> str:
-        return "incomplete" if self._reason == "length" else "completed"
+    def _of_item(self, kind: str, **more: Any) -> Json:
+        """An event about the last item."""
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **more)
 
     def _event(self, kind: str, **more: Any) -> Json:
         self._number += 1
-        return {"type": kind, "sequence_number": self._number - 1, **more}
+        return {"type": f"response.{kind}", "sequence_number": self._number - 1, **more}
+
+    def _status(self) -> str:
+        return "incomplete" if self._is_cut else "completed"
 
     def _object(self, status: str) -> Json:
-        is_over = status not in ("in_progress", "failed")
-        used = usage(self.request)
+        is_over, used = status not in ("in_progress", "failed"), usage(self.request)
+        counts = {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": used["prompt_tokens_details"],
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._num_thought},
+            "total_tokens": used["total_tokens"],
+        }
         return {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._created,
+            **self._head,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": list(self._items) if is_over else [],
-            "usage": {
-                "input_tokens": used["prompt_tokens"],
-                "input_tokens_details": used["prompt_tokens_details"],
-                "output_tokens": used["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self._num_thought},
-                "total_tokens": used["total_tokens"],
-            }
-            if is_over
-            else None,
+            "usage": counts if is_over else None,
             "instructions": None,
             "max_output_tokens": None,
             "temperature": 1.0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,8 +18,7 @@ _COLDEST = 1e-4
 """Below this temperature only the likeliest token has a probability that a float distinguishes from 0."""
 
 _FIRST_LOOK = 256
-"""This many of the likeliest tokens nearly always reach `top_p`, and finding them costs less than sorting a vocabulary.
-"""
+"""So many of the likeliest tokens nearly always reach `top_p`. Finding them costs less than sorting a vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,40 +76,37 @@ class _State:
 
 
 class Sampler:
-    """The tokens of all requests. Calls `told(choices)` once a forward pass, in the model's thread.
+    """The tokens of all requests. Calls `tell(choices)` once a forward pass, in the model's thread; requests come and
+    go in another.
 
     Each request has its own random numbers: PCG64 from its seed, one for each token. With the same logits a seed gives
     the same text, whatever else is in the batch.
     """
 
-    def __init__(self, told: Callable[[Sequence[tuple[str, SampledToken]]], None]) -> None:
-        self._told = told
-        self._lock = threading.Lock()
+    def __init__(self, tell: Callable[[Sequence[tuple[str, SampledToken]]], None]) -> None:
+        self._tell = tell
         self._states: dict[str, _State] = {}
 
     def add(self, name: str, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
         """Call it before the request is submitted. A known name keeps its state."""
-        with self._lock:
-            if name not in self._states:
-                grammar = None if sampling.grammar is None else sampling.grammar.deep_copy()
-                bias = torch.tensor(list(sampling.bias)), torch.tensor(list(sampling.bias.values()))
-                random = np.random.default_rng(sampling.seed)
-                self._states[name] = _State(sampling, random, prompt, grammar, bias if sampling.bias else None)
+        if name not in self._states:
+            grammar = None if sampling.grammar is None else sampling.grammar.deep_copy()
+            bias = torch.tensor(list(sampling.bias)), torch.tensor(list(sampling.bias.values()))
+            random = np.random.default_rng(sampling.seed)
+            self._states[name] = _State(sampling, random, prompt, grammar, bias if sampling.bias else None)
 
     def remove(self, name: str) -> None:
-        with self._lock:
-            self._states.pop(name, None)
+        self._states.pop(name, None)
 
     def choose(self, names: Sequence[str], logits: torch.Tensor) -> list[int | None]:
         """See model/batching.py. Raises NanError where logits are NaN."""
-        with self._lock:
-            states = [self._states.get(name) for name in names]
+        states = [self._states.get(name) for name in names]
         highest, places = logits.max(dim=-1)
         if bool(highest.isnan().any()):
             raise NanError(f"the model's output layer gave NaN: {NAN_REASONS}")
         greedy = places.tolist()
         tokens: list[int | None] = [None] * len(names)
-        told = []
+        choices = []
         for row, (name, state) in enumerate(zip(names, states, strict=True)):
             if state is None:  # cancelled while the pass ran
                 continue
@@ -126,10 +121,10 @@ class Sampler:
                 state.counts[token] = state.counts.get(token, 0) + 1
                 if state.grammar is not None and not state.grammar.consume_token(token):
                     problem = state.grammar.get_error() or f"it has no place for token {token}"
-                    told.append((name, SampledToken(token, problem=f"the grammar of its schema broke: {problem}")))
+                    choices.append((name, SampledToken(token, problem=f"the grammar of its schema broke: {problem}")))
                     continue
-            told.append((name, _choice(logits[row], token, sampling.logprobs)))
-        self._told(told)
+            choices.append((name, _choice(logits[row], token, sampling.logprobs)))
+        self._tell(choices)
         return tokens
 
 
@@ -148,8 +143,8 @@ def _adjusted(logits: torch.Tensor, state: _State) -> torch.Tensor:
         counts = torch.tensor(list(state.counts.values()), device=logits.device, dtype=logits.dtype)
         logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     if state.bias is not None:
-        ids, values = (one.to(logits.device) for one in state.bias)
-        logits[ids] += values.to(logits.dtype)
+        ids, values = state.bias
+        logits[ids.to(logits.device)] += values.to(logits)
     if state.grammar is not None:
         bias = bytearray(state.grammar.compute_logit_bias())  # 0: may not come next
         allowed = (torch.frombuffer(bias, dtype=torch.uint8) > 0).to(logits.device)
@@ -170,10 +165,10 @@ def _draw(logits: torch.Tensor, state: _State) -> int:
     order = None
     if sampling.top_k or sampling.top_p < 1:
         width = min(sampling.top_k or _FIRST_LOOK, len(probabilities))
-        found, order = probabilities.topk(width)
-        if not sampling.top_k and float(found.sum()) < sampling.top_p:
-            found, order = probabilities.sort(descending=True)
-        probabilities = found
+        likeliest, order = probabilities.topk(width)
+        if not sampling.top_k and float(likeliest.sum()) < sampling.top_p:
+            likeliest, order = probabilities.sort(descending=True)
+        probabilities = likeliest
     sums = probabilities.cumsum(dim=-1)
     if sampling.top_p < 1:
         enough = sampling.top_p * (float(sums[-1]) if sampling.top_k else 1.0)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
 from expertly.core.errors import EngineClosedError
 from expertly.model.batching import Entry, Stepper
-from expertly.serve.errors import ApiError, busy, failed, invalid, too_long, unavailable
-from expertly.serve.metrics import RequestMetrics
+from expertly.serve.errors import ApiError, busy, failed, invalid, unavailable
 from expertly.serve.request import ServedRequest, Text
 from expertly.serve.sampling import SampledToken, Sampler
 
 _SHUTTING_DOWN = "this server is shutting down"
+
+_FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+log = logging.getLogger("expertly.serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,45 @@ class Room:
         return -(-(prompt + max_tokens) // self.page_tokens) + 1
 
 
+class RequestMetrics:
+    """What happened to requests, counted for Prometheus."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        name, text = "expertly_time_to_first_token_seconds", "From a request's arrival"
+        self._first = Histogram(name, text, buckets=_FIRST_S, registry=registry)
+        name, text = "expertly_time_per_output_token_seconds", "Between a text's tokens"
+        self._token = Histogram(name, text, buckets=_TOKEN_S, registry=registry)
+        self._requests = Counter("expertly_requests", "By how they ended", ["outcome"], registry=registry)
+        self._prompt = Counter("expertly_prompt_tokens", "Of requests that ended", registry=registry)
+        self._written = Counter("expertly_generated_tokens", "Written", registry=registry)
+        self.num_written = 0
+
+    def token(self, request: ServedRequest, now_s: float, last_s: float | None) -> None:
+        """A text of the request got a token; `last_s`: when it got its previous one, None for its first."""
+        if request.first_s is None:
+            request.first_s = now_s
+            self._first.observe(now_s - request.came_s)
+        if last_s is not None:
+            self._token.observe(now_s - last_s)
+        self._written.inc()
+        self.num_written += 1
+
+    def ended(self, request: ServedRequest, outcome: str) -> None:
+        """`outcome`: "stop" or "length" of its last text, "cancelled" or "failed"."""
+        self._requests.labels(outcome).inc()
+        first = "-" if request.first_s is None else f"{request.first_s - request.came_s:.3f} s"
+        log.info(
+            "request %d: %s after %d tokens, the first after %s, all in %.3f s",
+            request.number,
+            outcome,
+            request.num_tokens,
+            first,
+            time.perf_counter() - request.came_s,
+        )
+        self._prompt.inc(request.num_prompt_tokens)
+
+
 class RequestScheduler:
     """Lives in the server's event loop, which alone calls it, except for `told` and `failed`: the model's threads call
     these.
@@ -43,9 +90,9 @@ class RequestScheduler:
     A text gets the pages for its whole length when it is admitted, so that a running text never lacks any.
     """
 
-    def __init__(self, room: Room, metrics: RequestMetrics) -> None:
+    def __init__(self, room: Room) -> None:
         self.room = room
-        self.metrics = metrics
+        self.metrics = RequestMetrics()
         self.waiting: deque[ServedRequest] = deque()
         self.running: dict[str, Text] = {}
         self.free_pages = room.num_pages
@@ -82,8 +129,8 @@ class RequestScheduler:
         """Raises ApiError where `num_each` texts behind each of the prompts, of so many tokens, could never run."""
         room, prompt = self.room, max(prompts)
         if prompt + max_tokens > room.context:
-            sentence = f"{prompt} prompt tokens and {max_tokens} to write are {prompt + max_tokens}"
-            raise too_long(f"{sentence}; accepted: {room.context} together", param)
+            sentence = f"{param}: {prompt} prompt tokens and {max_tokens} to write are {prompt + max_tokens}"
+            raise invalid(f"{sentence}; accepted: {room.context} together", param, "context_length_exceeded")
         if room.is_one_at_a_time:
             return
         num_texts = num_each * len(prompts)
@@ -129,8 +176,8 @@ class RequestScheduler:
     def told(self, choices: Sequence[tuple[str, SampledToken]]) -> None:
         self._later(self._take, choices)
 
-    def failed(self, of_step: Sequence[str], others: Sequence[str], error: BaseException) -> None:
-        self._later(self._failed, of_step, others, error)
+    def failed(self, of_step: Sequence[str], unharmed: Sequence[str], error: BaseException) -> None:
+        self._later(self._failed, of_step, unharmed, error)
 
     def _later(self, call: Callable[..., None], *args: object) -> None:
         assert self._loop is not None
@@ -145,23 +192,20 @@ class RequestScheduler:
             text = self.running.get(name)
             if text is None:
                 continue
-            request, now = text.request, text.request.now_s()
+            request = text.request
             if choice.problem is not None:
                 self._fail(request, failed(" ".join(choice.problem.partition("\n<")[0].split())))
                 continue
             if not text.tokens:
-                assert self._stepper is not None
-                text.num_cached = self._stepper.num_cached(name)
+                text.num_cached = self._running_stepper.num_cached(name)
             try:
                 delta = text.add(choice)
             except Exception as error:  # of a tokenizer that does not know the token: nobody else waits here for it
                 self._fail(request, failed(f"token {choice.token} cannot be made text: {error}"))
                 continue
-            if request.first_s is None:
-                request.first_s = now
-                self.metrics.first_token(request)
-            self.metrics.token(None if text.last_s is None else now - text.last_s)
-            text.last_s = now
+            now_s = time.perf_counter()
+            self.metrics.token(request, now_s, text.last_s)
+            text.last_s = now_s
             request.deltas.put_nowait(delta)
             if delta.reason is not None:
                 self._release(text)
@@ -170,25 +214,30 @@ class RequestScheduler:
                     self.metrics.ended(request, delta.reason)
         self._next()
 
-    def _failed(self, of_step: Sequence[str], others: Sequence[str], error: BaseException) -> None:
+    def _failed(self, of_step: Sequence[str], unharmed: Sequence[str], error: BaseException) -> None:
         if self._is_closing:
             self.abort()
             return
         self.num_failed_steps += 1
         if isinstance(error, EngineClosedError):
             self._problem = str(error)
-            others, of_step = [], list(self.running)
+            unharmed, of_step = [], list(self.running)
         reason = " ".join(str(error).split()) or type(error).__name__
         for name in of_step:
             if (text := self.running.get(name)) is not None:
                 self._fail(text.request, failed(f"the forward pass of this request failed: {reason}"))
-        for name in others:
+        for name in unharmed:
             if (text := self.running.get(name)) is not None:
                 self._begin(text)
         if self._problem is not None:
             for request in list(self.waiting):
                 self._fail(request, unavailable(self._problem, "model_stopped"))
         self._next()
+
+    @property
+    def _running_stepper(self) -> Stepper:
+        assert self._stepper is not None, "it accepts nothing before it was started"
+        return self._stepper
 
     def _fits(self, request: ServedRequest) -> bool:
         if self.room.is_one_at_a_time:
@@ -208,19 +257,17 @@ class RequestScheduler:
 
     def _begin(self, text: Text) -> None:
         """Begin a text, or continue one after a failed pass; what it has written is then part of its prompt."""
-        assert self._stepper is not None
         self.sampler.add(text.name, text.sampling, text.prompt)
         left = text.max_tokens - len(text.tokens)
-        self._stepper.submit(Entry(text.name, [*text.prompt, *text.tokens], left, text.ends))
+        self._running_stepper.submit(Entry(text.name, [*text.prompt, *text.tokens], left, text.ends))
 
     def _release(self, text: Text) -> None:
         """Free a text's pages. Tells the model where it would go on: the text was cancelled, or met a stop string."""
-        assert self._stepper is not None
         if self.running.pop(text.name, None) is None:
             return
         self.free_pages += self._pages(text)
         if text.reason is None or text.stops.is_stopped:
-            self._stepper.cancel(text.name)
+            self._running_stepper.cancel(text.name)
         self.sampler.remove(text.name)
 
     def _end(self, request: ServedRequest, outcome: str) -> None:

@@ -9,33 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StringConstraints,
-    Tag,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from expertly.serve.sampling import Sampling
 
 MAX_CHOICES = 16
 """Texts that one request may ask for: `n` times its prompts."""
 
-MAX_STOPS = 16
-MAX_STOP_TOKENS = 256
 MAX_TOKEN = 2**31 - 1
 
-Whole = Annotated[int, BeforeValidator(lambda told: int(told) if isinstance(told, float) and told % 1 == 0 else told)]
+Whole = Annotated[
+    int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value % 1 == 0 else value)
+]
 """A whole number, which some clients write as 5.0."""
 
 Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+Biases = dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 Count = Annotated[Whole, Field(ge=1, le=MAX_TOKEN)]
@@ -75,28 +65,28 @@ def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
             yield from unknown_fields(getattr(value, name), f"{path}{name}.")
 
 
-_ONLY_SCHEMAS = "answers can follow a JSON schema, no other grammar; use response_format"
-
-
 class Tuning(Strict):
     """What all APIs share: OpenAI's fields, then those of other servers."""
 
     model: str = Field(max_length=512)
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # default: 1
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None  # default: 1
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # defaults: those of Sampling
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[Biases, Field(max_length=1024)] | None = None
     top_k: Annotated[Whole, Field(ge=-1, le=MAX_TOKEN)] | None = None  # 1 is greedy, 0 and -1 are all
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None  # see Sampling
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # beside the model's own
-    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=256, fail_fast=True)] | None = None
     cannot: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("guided_json", "structured_outputs"), "use response_format"),
-        **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "grammar"), _ONLY_SCHEMAS),
+        **dict.fromkeys(
+            ("guided_regex", "guided_choice", "guided_grammar", "grammar"),
+            "answers can follow a JSON schema, no other grammar; use response_format",
+        ),
         "continue_final_message": "an answer is a message of its own; use /v1/completions to continue a text",
         "min_tokens": "give the token that ends a text a logit_bias of -100",
         "use_beam_search": "tokens are sampled one after the other",
@@ -107,15 +97,11 @@ class Tuning(Strict):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def sampling(self, logprobs: int | None) -> Sampling:
+        shared = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
+            **{name: value for name in shared if (value := getattr(self, name)) is not None},
             top_k=max(0, self.top_k or 0),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
             seed=None if self.seed is None else self.seed % 2**64,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
             bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             logprobs=logprobs,
         )
@@ -294,137 +280,13 @@ class CompletionRequest(Generation):
     max_tokens: Count | None = None  # default: 16
     logprobs: Annotated[Whole, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
-    best_of: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
     cannot: ClassVar[dict[str, str]] = Generation.cannot | {
-        "suffix": "text is continued, not filled in; accepted: null"
+        "suffix": "text is continued, not filled in; accepted: null",
+        "best_of": "none is chosen among several; use n",
     }
-
-    @model_validator(mode="after")
-    def _chooses_none(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n or 1):
-            raise ValueError(f"best_of={self.best_of}: none is chosen among several; accepted: the value of n")
-        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """One prompt for each text, as text or as tokens."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-
-
-# -- /v1/responses ---------------------------------------------------------------------------------------------------
-
-
-class InputMessage(Message):
-    type: Literal["message"] = "message"
-
-
-class InputCall(CalledFunction):
-    type: Literal["function_call"]
-    call_id: Name
-
-
-class InputResult(Strict):
-    type: Literal["function_call_output"]
-    call_id: Annotated[Name, Field(min_length=1)]
-    output: Content
-
-
-class InputThought(Strict):
-    type: Literal["reasoning"]  # which the model is not told again
-
-
-def _type_of(item: Any) -> str:
-    """The tag of an item: "item-" and its type."""
-    return f"item-{item.get('type', 'message') if isinstance(item, dict) else None}"
-
-
-Item = Annotated[
-    Annotated[InputMessage, Tag("item-message")]
-    | Annotated[InputCall, Tag("item-function_call")]
-    | Annotated[InputResult, Tag("item-function_call_output")]
-    | Annotated[InputThought, Tag("item-reasoning")],
-    Discriminator(
-        _type_of,
-        custom_error_type="item_type",
-        custom_error_message="accepted: items of type message, function_call, function_call_output or reasoning",
-    ),
-]
-
-
-class FlatTool(Function):
-    type: Literal["function"]
-
-
-class ToolName(FunctionName):
-    type: Literal["function"]
-
-
-class ReasoningWish(Strict):
-    effort: Effort | None = None
-
-
-class TextFormat(Strict):
-    type: FormatType
-    name: Name | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-
-
-class TextWish(Strict):
-    format: TextFormat | None = None
-
-
-class ResponsesRequest(Tuning):
-    """Of /v1/responses. Nothing is stored: each request brings the whole conversation."""
-
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True)]
-    instructions: str | None = None
-    max_output_tokens: Count | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: ReasoningWish | None = None
-    text: TextWish | None = None
-    chat_template_kwargs: Variables | None = None
-    cannot: ClassVar[dict[str, str]] = Tuning.cannot | {
-        "response_format": "use text.format",
-        "previous_response_id": "nothing is stored; send what was said",
-        "conversation": "nothing is stored; send what was said",
-        "background": "nothing is stored",
-        "prompt": "no prompts are stored; use input",
-    }
-
-    def as_chat(self) -> dict[str, Any]:
-        """The same request for the chat API."""
-        choice, wish = self.tool_choice, self.text.format if self.text else None
-        shared = (*Tuning.model_fields, "parallel_tool_calls", "chat_template_kwargs")
-        asked = {
-            **{name: getattr(self, name) for name in shared},
-            "messages": self._messages(),
-            "max_completion_tokens": self.max_output_tokens,
-            "tools": [Tool(type="function", function=tool) for tool in self.tools or ()],
-            "tool_choice": NamedTool(type="function", function=choice) if isinstance(choice, ToolName) else choice,
-            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-        }
-        if wish is not None:
-            schema = wish.model_dump(include={"name", "schema_"}, by_alias=True, exclude_none=True)
-            asked["response_format"] = {"type": wish.type} | ({"json_schema": schema} if schema else {})
-        return asked
-
-    def _messages(self) -> list[Message]:
-        """What an assistant says and calls in one turn is one message, as templates want it."""
-        messages = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
-        items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        for item in items:
-            if isinstance(item, InputMessage):
-                messages.append(item)
-            elif isinstance(item, InputResult):
-                messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
-            elif isinstance(item, InputCall):
-                calls = [ToolCall(id=item.call_id, type="function", function=item)]
-                if messages and messages[-1].role == "assistant":
-                    begun = messages[-1]
-                    messages[-1] = begun.model_copy(update={"tool_calls": [*(begun.tool_calls or ()), *calls]})
-                else:
-                    messages.append(Message(role="assistant", tool_calls=calls))
-        return messages

@@ -9,27 +9,26 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.model.batching import Batch, Limits, OneAtATime, Stepper, end_tokens, why_not_together
 from expertly.model.generation import stop_strings
 from expertly.serve.app import make_app
-from expertly.serve.connection import Connection
 from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, cache_for, memory_of, room_for
-from expertly.serve.metrics import RequestMetrics
 from expertly.serve.prompts import Prompts
 from expertly.serve.reading import MIN_VALUES, Bodies
 from expertly.serve.sampling import Sampler
 from expertly.serve.scheduler import RequestScheduler, Room
 from expertly.serve.schema import MAX_CHOICES
-from expertly.serve.service import About, Service
-from expertly.serve.settings import Access, ServeOptions
+from expertly.serve.service import Service
+from expertly.serve.settings import ServeOptions
 from expertly.serve.view import View
 
 _LAST_WORDS_S = 5.0
@@ -41,38 +40,45 @@ _FORCED_LAST_WORDS_S = 1.0
 SILENT_S = 30.0
 """A connection that has brought no request for so long is closed, also one that sends its headers byte by byte."""
 
+MAX_WAITED_FOR = 384
+"""Connections whose next request, or the rest of it, is not there. Those of requests that are being answered are
+bounded by the queue.
+"""
+
+MAX_HEAD_NBYTES = 64 << 10
+"""Bytes that are no part of a body: a request's headers, and what comes behind a request before it is answered."""
+
 log = logging.getLogger("expertly.serve")
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """A server without its socket."""
+    """A server without its socket. `make` makes what runs the model, of a sampler and what is told of failed passes."""
 
     model: Any
     app: Any
     service: Service
     view: View
     bodies: Bodies
-    start: Callable[[], None]
-    """Accept requests from now on, in the running loop."""
-    close: Callable[[], None]
+    make: Callable[[Sampler, Callable[..., None]], Stepper]
 
 
-def open_server(options: ServeOptions, access: Access, progress: api.Progress | None = None) -> Assembled:
-    """Load the model and make its server; `api.unload` of the model frees both. Raises ExpertlyError subclasses that
+def open_server(options: ServeOptions, keys: Sequence[str] = (), progress: api.Progress | None = None) -> Assembled:
+    """Load the model and make its server, which asks for one of the `keys`, where there are any; `api.unload` of the
+    model frees both. Raises ExpertlyError subclasses that
     name the option and what it accepts.
     """
     template = options.template()
     model, tokenizer = api.open_model(options.model, options, progress, lambda store: cache_for(options, store))
     try:
-        return assemble(model, tokenizer, options, access, room_for(options, api.handle(model)), template)
+        return assemble(model, tokenizer, options, keys, room_for(options, api.handle(model)), template)
     except BaseException:
         api.unload(model)
         raise
 
 
 def assemble(
-    model: Any, tokenizer: Any, options: ServeOptions, access: Access, room: Room, template: str | None = None
+    model: Any, tokenizer: Any, options: ServeOptions, keys: Sequence[str], room: Room, template: str | None = None
 ) -> Assembled:
     """A server of a model that `expertly.load` made; nothing else may run the model from now on. Tries whether requests
     can share forward passes. Raises ConfigError where there is no tokenizer.
@@ -80,42 +86,34 @@ def assemble(
     loaded = api.handle(model)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     prompts = Prompts(tokenizer, vocabulary, template, model, room.context)
-    memory = memory_of(loaded, room)
-    why = why_not_together(model, PAGE_TOKENS)
-    if why is not None:
+    memory, stats = memory_of(loaded, room), loaded.stats.as_dict()
+    reason = why_not_together(model, PAGE_TOKENS)
+    if reason is not None:
         room = replace(room, is_one_at_a_time=True, max_running=MAX_CHOICES)
-    metrics = RequestMetrics()
-    scheduler = RequestScheduler(room, metrics)
-    stats, own = loaded.stats.as_dict(), "the model's" if template is None else "given"
-    about = About(
-        name=options.served_name,
-        created=int(time.time()),
-        context=room.context,
-        family=model.config.model_type,
-        system=loaded.stats.system,
-        batching="continuous" if why is None else "one at a time",
-        batching_reason=why,
-        chat_template="none: messages are joined" if prompts.is_plain else own,
-        size_bytes=memory["dense_bytes"] + stats["expert_bytes"],
-        memory=memory,
-        rounding=stats["rounding"],
-    )
-    service = Service(about, prompts, scheduler, end_tokens(model), stop_strings(model))
-    view = View(about, loaded, scheduler, metrics, time.monotonic)
+    head = {"id": options.served_name, "object": "model", "created": int(time.time()), "owned_by": "expertly"}
+    facts = {  # what OpenAI has no field for
+        "context": room.context,
+        "family": model.config.model_type,
+        "system": stats["system"],
+        "batching": "continuous" if reason is None else "one at a time",
+        "batching_reason": reason,
+        "chat_template": prompts.template_name,
+        "size_bytes": memory["dense_bytes"] + stats["expert_bytes"],
+        "memory": memory,
+        "rounding": stats["rounding"],
+    }
+    about = {**head, "expertly": facts}
+    service = Service(about, prompts, RequestScheduler(room), end_tokens(model), stop_strings(model))
+    view = View(about, loaded, service.scheduler)
 
     def make(sampler: Sampler, failed: Callable[..., None]) -> Stepper:
-        if why is not None:
+        if reason is not None:
             return OneAtATime(model, sampler.choose, failed)
         limits = Limits(PAGE_TOKENS, room.num_pages, max(MAX_BATCH_TOKENS, room.max_running), room.max_running)
         return Batch(model, limits, sampler.choose, failed)
 
-    def close() -> None:
-        scheduler.close()
-        service.close()
-
     bodies = Bodies(options.max_body, MIN_VALUES + 2 * room.context)
-    app = make_app(service, view, access, bodies)
-    return Assembled(model, app, service, view, bodies, lambda: scheduler.start(make), close)
+    return Assembled(model, make_app(service, view, keys, bodies), service, view, bodies, make)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -124,15 +122,61 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"port={port}: accepted: 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)  # asyncio turns Nagle's algorithm off only where it is named
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        listener = socket.socket(family, kind, protocol)  # asyncio turns Nagle's algorithm off only where it is named
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
         # Else two servers that start at once both get the port, and one fails after its model was loaded.
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except (OSError, OverflowError) as error:
         free = "; port 0 takes any that is free" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
         raise ConfigError(f"host={host!r}, port={port}: cannot listen there: {error}{free}") from None
-    return found
+    return listener
+
+
+class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's, which lets a header and the number of connections grow without end. Where too many are waited for, the
+    one that is waited for longest is closed.
+    """
+
+    cycle: Any  # the last request whose headers are there
+    transport: Any
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._num_outside = 0  # bytes outside bodies since the last request's headers
+        self.since = time.monotonic()
+        """It began, or its last request was answered, then."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no request of it is being answered or read."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > MAX_WAITED_FOR:
+            waited_for = [other for other in self.connections if other.is_silent or other.cycle.more_body]
+            if len(waited_for) > MAX_WAITED_FOR:
+                min(waited_for, key=lambda connection: connection.since).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        is_body = before is not None and before.more_body
+        super().data_received(data)
+        if is_body or self.cycle is not before:
+            self._num_outside = 0
+        else:
+            self._num_outside += len(data)
+            if self._num_outside > MAX_HEAD_NBYTES and not self.transport.is_closing():
+                self.send_400_response("Too much outside a body.")
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self.cycle.more_body = False  # also where the answer came before the end of the body
+
+    def on_response_complete(self) -> None:
+        self.since = time.monotonic()
+        super().on_response_complete()
 
 
 class ApiServer(uvicorn.Server):
@@ -145,19 +189,11 @@ class ApiServer(uvicorn.Server):
         announce: Callable[[], None] = lambda: None,
         silent_s: float = SILENT_S,
     ) -> None:
-        super().__init__(
-            uvicorn.Config(
-                assembled.app,
-                http=Connection,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=int(_LAST_WORDS_S),
-            )
-        )
-        self._assembled = assembled
+        quiet = {"lifespan": "off", "log_config": None, "access_log": False, "server_header": False}
+        patience: Any = {"timeout_graceful_shutdown": int(_LAST_WORDS_S), **quiet}
+        super().__init__(uvicorn.Config(assembled.app, http=Connection, ws="none", **patience))
+        self._service = assembled.service
+        self._make = assembled.make
         self._drain_s = drain_s
         self._announce = announce
         self._silent_s = silent_s
@@ -167,9 +203,9 @@ class ApiServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        self._assembled.start()
-        for one in sockets or ():  # as connections inherit it, the next server gets the port at once
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._service.scheduler.start(self._make)
+        for listener in sockets or ():  # as connections inherit it, the next server gets the port at once
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
         self._spawn(self._close_silent())
         self._announce()
@@ -179,12 +215,12 @@ class ApiServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         answering = self.server_state.tasks
         if self.force_exit and answering:  # the end of the loop would cancel them, and uvicorn log each
-            self._assembled.service.scheduler.abort()
+            self._service.scheduler.abort()
             await asyncio.wait(answering, timeout=_FORCED_LAST_WORDS_S)
         await super().shutdown(sockets)
         for task in self._tasks:
             task.cancel()
-        await asyncio.to_thread(self._assembled.close)
+        await asyncio.to_thread(self._service.close)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """uvicorn would stop listening at once; this keeps listening, and answers 503, until all running requests have
@@ -217,7 +253,7 @@ class ApiServer(uvicorn.Server):
                     connection.transport.close()
 
     async def _drain(self) -> None:
-        scheduler = self._assembled.service.scheduler
+        scheduler = self._service.scheduler
         try:
             await asyncio.wait_for(scheduler.drained(), self._drain_s)
         except asyncio.TimeoutError:

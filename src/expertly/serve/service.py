@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from expertly.model.answers import AnswerReader
-from expertly.serve.answers import ChatAnswer, CompletionAnswer
+from expertly.serve.answers import ChatAnswer, CompletionAnswer, Json
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.grammar import Grammars
 from expertly.serve.prompts import Prompts, as_told
 from expertly.serve.reading import check
 from expertly.serve.request import ServedRequest
-from expertly.serve.responses import ResponsesAnswer
+from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
 from expertly.serve.sampling import Sampling
 from expertly.serve.scheduler import RequestScheduler
-from expertly.serve.schema import (
-    MAX_CHOICES,
-    ChatRequest,
-    CompletionRequest,
-    Generation,
-    ResponsesRequest,
-    Tuning,
-    unknown_fields,
-)
+from expertly.serve.schema import MAX_CHOICES, ChatRequest, CompletionRequest, Generation, Tuning, unknown_fields
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions. A chat answer may fill the rest of the context."""
@@ -37,34 +27,14 @@ MAX_IGNORED_NAMED = 100
 log = logging.getLogger("expertly.serve")
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """What the server tells of its model. `batching`: "continuous", or "one at a time" with a reason."""
-
-    context: int
-    family: str
-    system: str
-    batching: str
-    batching_reason: str | None
-    chat_template: str
-    size_bytes: int
-    memory: dict[str, int]
-    rounding: dict[str, Any] | None  # of experts that are not those of the checkpoint
-    name: str
-    created: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """OpenAI's object; what OpenAI has no field for is under `expertly`."""
-        told = asdict(self)
-        head = {"id": told.pop("name"), "object": "model", "created": told.pop("created"), "owned_by": "expertly"}
-        return {**head, "expertly": told}
-
-
 class Service:
-    """One model and who may use it. Lives in the server's event loop."""
+    """One model and who may use it. Lives in the server's event loop. What makes answers raises ApiError.
+
+    `about`: the model as /v1/models tells of it.
+    """
 
     def __init__(
-        self, about: About, prompts: Prompts, scheduler: RequestScheduler, ends: Sequence[int], stops: Sequence[str]
+        self, about: Json, prompts: Prompts, scheduler: RequestScheduler, ends: Sequence[int], stops: Sequence[str]
     ) -> None:
         self.about = about
         self.prompts = prompts
@@ -75,22 +45,64 @@ class Service:
         self._ignored: set[str] = set()
 
     async def chat(self, asked: ChatRequest) -> ChatAnswer:
-        """Raises ApiError."""
-        self.check_model(asked.model)
-        request, readers = await self._conversation(asked)
-        return ChatAnswer(asked, self.prompts, request, readers)
+        self._check(asked)
+        return ChatAnswer(asked, self.prompts, *await self._conversation(asked))
 
     async def respond(self, asked: ResponsesRequest) -> ResponsesAnswer:
-        """Raises ApiError."""
+        self._check(asked)
+        return ResponsesAnswer(asked, *await self._conversation(check(ChatRequest, asked.as_chat())))
+
+    async def complete(self, asked: CompletionRequest) -> CompletionAnswer:
+        self._check(asked)
+        num_texts = len(asked.prompts) * (asked.n or 1)
+        if num_texts > MAX_CHOICES:
+            raise invalid(f"n: {len(asked.prompts)} prompts, {asked.n} texts each; accepted: {MAX_CHOICES} in all", "n")
+        limit = asked.max_tokens or DEFAULT_COMPLETION_TOKENS
+        prompts = [await self.prompts.of_text(prompt) for prompt in asked.prompts]
+        self.scheduler.check_size([len(prompt) for prompt in prompts], limit, asked.n or 1, "prompt")
+        sampling = asked.sampling(asked.logprobs)
+        if asked.grammar is not None:
+            sampling = replace(sampling, grammar=await self._grammars.of_schema(asked.grammar))
+        scores_prompt = bool(asked.echo) and asked.logprobs is not None
+        ends = set(self._ends_of(asked))
+        if scores_prompt and any(token in ends for prompt in prompts for token in prompt[1:]):
+            raise invalid("prompt: holds a token that ends a text, behind which echo has no logprobs", "prompt")
+        request = self._request(asked, prompts, limit, sampling, scores_prompt=scores_prompt)
+        return CompletionAnswer(asked, self.prompts, request)
+
+    def start(self, request: ServedRequest) -> None:
+        """Run the request, or queue it. Raises ApiError."""
+        self.scheduler.submit(request)
+        log.info(
+            "request %d: %d prompt tokens, %d texts of at most %d tokens",
+            request.number,
+            request.num_prompt_tokens,
+            len(request.texts),
+            request.texts[0].max_tokens,
+        )
+
+    def close(self) -> None:
+        """End the model's threads, processes and other threads. Any thread may call. Idempotent."""
+        self.scheduler.close()
+        self.prompts.close()
+        self._grammars.close()
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError where the name is another model's."""
+        if name != self.about["id"]:
+            sentence = f"the model {name!r} is not here; accepted: {self.about['id']!r}"
+            raise ApiError(404, sentence, param="model", code="model_not_found")
+
+    def _check(self, asked: Tuning) -> None:
+        """Check its model, and name fields that nothing reads in the log, each once."""
         self.check_model(asked.model)
-        chat = check(ChatRequest, asked.as_chat())
-        self._note_ignored(asked)
-        request, readers = await self._conversation(chat)
-        return ResponsesAnswer(asked, request, readers)
+        for name in unknown_fields(asked):
+            if name not in self._ignored and len(self._ignored) < MAX_IGNORED_NAMED:
+                self._ignored.add(name)
+                log.info("field %r: has no effect here", name[:100])
 
     async def _conversation(self, asked: ChatRequest) -> tuple[ServedRequest, dict[int, AnswerReader]]:
         """A request for the next message, and the readers that split each of its texts into parts."""
-        self._note_ignored(asked)
         prompt, begun = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
         limit = asked.limit or max(1, self.scheduler.room.context - len(prompt))
         self.scheduler.check_size([len(prompt)], limit, asked.n or 1, "messages")
@@ -112,60 +124,6 @@ class Service:
         readers = {text.index: answers.reader(begun, as_told(asked.offered), **how) for text in request.texts}
         return request, {index: reader for index, reader in readers.items() if reader is not None}
 
-    async def complete(self, asked: CompletionRequest) -> CompletionAnswer:
-        """Raises ApiError."""
-        self.check_model(asked.model)
-        self._note_ignored(asked)
-        num_texts = len(asked.prompts) * (asked.n or 1)
-        if num_texts > MAX_CHOICES:
-            raise invalid(f"n: {len(asked.prompts)} prompts, {asked.n} texts each; accepted: {MAX_CHOICES} in all", "n")
-        limit = asked.max_tokens or DEFAULT_COMPLETION_TOKENS
-        prompts: list[list[int]] = []
-        for prompt in asked.prompts:
-            if isinstance(prompt, str):
-                prompt = await self.prompts.of_text(prompt)
-            self.prompts.check_tokens(prompt, "prompt")
-            prompts.append(prompt)
-        self.scheduler.check_size([len(prompt) for prompt in prompts], limit, asked.n or 1, "prompt")
-        sampling = asked.sampling(asked.logprobs)
-        if asked.grammar is not None:
-            sampling = replace(sampling, grammar=await self._grammars.of_schema(asked.grammar))
-        scores_prompt = bool(asked.echo) and asked.logprobs is not None
-        ends = set(self._ends_of(asked))
-        if scores_prompt and any(token in ends for prompt in prompts for token in prompt[1:]):
-            raise invalid("prompt: holds a token that ends a text, behind which echo has no logprobs", "prompt")
-        request = self._request(asked, prompts, limit, sampling, scores_prompt=scores_prompt)
-        return CompletionAnswer(asked, self.prompts, request)
-
-    def close(self) -> None:
-        """End processes and threads. Idempotent."""
-        self.prompts.close()
-        self._grammars.close()
-
-    def start(self, request: ServedRequest) -> None:
-        """Run the request, or queue it. Raises ApiError."""
-        self.scheduler.submit(request)
-        log.info(
-            "request %d: %d prompt tokens, %d texts of at most %d tokens",
-            request.number,
-            request.num_prompt_tokens,
-            len(request.texts),
-            request.texts[0].max_tokens,
-        )
-
-    def check_model(self, name: str) -> None:
-        """Raises ApiError where the name is another model's."""
-        if name != self.about.name:
-            sentence = f"the model {name!r} is not here; accepted: {self.about.name!r}"
-            raise ApiError(404, sentence, param="model", code="model_not_found")
-
-    def _note_ignored(self, asked: Tuning) -> None:
-        """Name fields that nothing reads in the log, each once."""
-        for name in unknown_fields(asked):
-            if name not in self._ignored and len(self._ignored) < MAX_IGNORED_NAMED:
-                self._ignored.add(name)
-                log.info("field %r: has no effect here", name[:100])
-
     def _ends_of(self, asked: Generation) -> list[int]:
         """The tokens that end its texts. A stop string that is a special token is no text, and found by its number."""
         special = self.prompts.special_tokens
@@ -185,7 +143,7 @@ class Service:
             if tokens:
                 self.prompts.check_tokens(tokens, name)
         ends, stops = self._ends_of(asked), (*self._stops, *asked.stops)
-        request = ServedRequest(lambda tokens: self.prompts.text(tokens, special), time.perf_counter)
+        request = ServedRequest(lambda tokens: self.prompts.text(tokens, special))
         for prompt in prompts:
             begun, script = (prompt[:1], tuple(prompt[1:])) if scores_prompt else (prompt, ())
             for number in range(asked.n or 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,26 +21,17 @@ class ServeOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     api_key_file: str | None = option(None, "a file of keys that clients must have one of, one a line", metavar="FILE")
     name: str | None = option(None, "the model's name for clients (default: that of MODEL)", metavar="NAME")
-    context: int | None = option(
-        None, "the longest text in tokens, prompt included (default: 4096)", metavar="N", type=int, least=1
-    )
-    max_running: int = option(16, "how many texts are written at a time", metavar="N", least=1)
-    max_queue: int = option(256, "how many requests may wait", metavar="N", panel=ADVANCED)
+    context: int | None = option(None, "the longest text in tokens, prompt included (default: 4096)", least=1)
+    max_running: int = option(16, "how many texts are written at a time", least=1)
+    max_queue: int = option(256, "how many requests may wait", panel=ADVANCED)
     kv_tokens: int | None = option(
-        None,
-        "tokens of KV cache (default: for --max-running texts, at most 32768)",
-        metavar="N",
-        type=int,
-        least=1,
-        panel=ADVANCED,
+        None, "tokens of KV cache (default: for --max-running texts, at most 32768)", least=1, panel=ADVANCED
     )
     max_body: int = option(4 << 20, "the largest request in bytes", metavar="BYTES", least=1, panel=ADVANCED)
     chat_template: str | None = option(
         None, "a Jinja template instead of the model's own", metavar="FILE", panel=ADVANCED
     )
-    drain_seconds: int = option(
-        600, "how long running requests may take to end after SIGTERM", metavar="N", panel=ADVANCED
-    )
+    drain_seconds: int = option(600, "how long running requests may take to end after SIGTERM", panel=ADVANCED)
 
     @property
     def served_name(self) -> str:
@@ -54,32 +46,30 @@ class ServeOptions(LoadOptions):
         return None if self.chat_template is None else _read("chat_template", self.chat_template)
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Who may send requests. Without keys everybody on this machine may."""
+def read_keys(path: str | None, host: str) -> tuple[str, ...]:
+    """The keys that clients of a server on `host` must have one of; none where everybody on this machine may use it.
+    Raises ConfigError for a malformed key, and where others could reach the server without one. In the file: one key a
+    line; empty lines and lines that begin with # are skipped.
+    """
+    if path is None:
+        if not is_loopback(host):
+            accepted = "accepted with --api-key-file FILE, or 127.0.0.1"
+            raise ConfigError(f"host={host!r}: others could reach the server without a key; {accepted}")
+        return ()
+    lines = _read("api_key_file", path).splitlines()
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"api_key_file={path!r}: holds no key; accepted: one key a line")
+    for number, key in enumerate(keys, 1):
+        if len(key) < MIN_KEY or not key.isascii() or not key.isprintable() or " " in key:
+            accepted = f"must be {MIN_KEY} or more letters, digits and signs"
+            raise ConfigError(f"api_key_file={path!r}: key {number}: {accepted}")
+    return keys
 
-    keys: tuple[str, ...] = ()
 
-    @staticmethod
-    def of(options: ServeOptions, host: str = "127.0.0.1") -> Access:
-        """Raises ConfigError for a malformed key, and where others could reach the server without one."""
-        keys = () if options.api_key_file is None else _read_keys(options.api_key_file)
-        if not is_loopback(host) and not keys:
-            raise ConfigError(
-                f"host={host!r}: others could reach the server without a key; accepted with --api-key-file FILE, or "
-                "127.0.0.1"
-            )
-        return Access(keys)
-
-    @property
-    def checks_host(self) -> bool:
-        """Whether the Host header is checked: without keys, any web page could use the server under another name."""
-        return not self.keys
-
-    def knows(self, key: str) -> bool:
-        """Whether the key is valid, in a time that does not depend on the keys: each is compared in full."""
-        given = key.encode("utf-8", "surrogateescape")
-        return sum(hmac.compare_digest(given, one.encode()) for one in self.keys) > 0
+def is_key(shown: str, keys: Sequence[str]) -> bool:
+    """Whether it is one of the keys, in a time that does not depend on them: each is compared in full."""
+    return sum(hmac.compare_digest(shown.encode("utf-8", "surrogateescape"), key.encode()) for key in keys) > 0
 
 
 def is_loopback(host: str) -> bool:
@@ -101,20 +91,6 @@ def host_of(header: str) -> str | None:
     if match is None or int(match[2] or 0) > 65535:
         return None
     return match[1]
-
-
-def _read_keys(path: str) -> tuple[str, ...]:
-    """One key a line; empty lines and lines that begin with # are skipped."""
-    lines = _read("api_key_file", path).splitlines()
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
-    if not keys:
-        raise ConfigError(f"api_key_file={path!r}: holds no key; accepted: one key a line")
-    for number, key in enumerate(keys, 1):
-        if len(key) < MIN_KEY or not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError(
-                f"api_key_file={path!r}: key {number}: must be {MIN_KEY} or more letters, digits and signs"
-            )
-    return keys
 
 
 def _read(option_name: str, path: str) -> str:

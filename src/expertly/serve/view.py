@@ -5,19 +5,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib import resources
 from typing import Any
 
 from prometheus_client import generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from expertly.api import Handle
-from expertly.serve.metrics import RequestMetrics, engine_metrics, prefetch_accuracy
+from expertly.engine.process import peak_rss_nbytes
 from expertly.serve.scheduler import RequestScheduler
-from expertly.serve.service import About
 
 _ATTEMPTS = 5
 
@@ -27,33 +28,39 @@ _COUNTS = ("hits", "partial_hits", "misses", "bytes_loaded", "stall_s")
 class View(Collector):
     """Any thread may ask. It keeps nothing: counts are since the start, and whoever wants rates asks twice."""
 
-    def __init__(
-        self,
-        about: About,
-        loaded: Handle,
-        scheduler: RequestScheduler,
-        metrics: RequestMetrics,
-        now_s: Callable[[], float],
-    ) -> None:
+    def __init__(self, about: dict[str, Any], loaded: Handle, scheduler: RequestScheduler) -> None:
         self._about = about
         self._loaded = loaded
         self._executor = loaded.engine.executor
         self._scheduler = scheduler
-        self._metrics = metrics
-        self._now_s = now_s
-        metrics.registry.register(self)
-
-    def describe(self) -> list[Metric]:
-        """Empty, so that registering does not read the counters."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self.stats()
-        return engine_metrics(stats, self.memory(stats), self._scheduler)
+        scheduler.metrics.registry.register(self)
 
     def metrics(self) -> bytes:
         """The text that Prometheus reads."""
-        return generate_latest(self._metrics.registry)
+        return generate_latest(self._scheduler.metrics.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's own counters, and the scheduler's state."""
+        stats, scheduler = self.stats(), self._scheduler
+        phases = stats["phases"]
+        yield _gauge("requests_waiting", "Requests in the queue", {(): len(scheduler.waiting)})
+        yield _gauge("texts_running", "Texts that are being written", {(): len(scheduler.running)})
+        yield _gauge("kv_pages_free", "Pages of the KV cache that nobody has", {(): scheduler.free_pages})
+        yield _gauge("kv_pages", "Pages of the KV cache", {(): scheduler.room.num_pages})
+        yield _counter("failed_steps", "Forward passes that raised", {(): scheduler.num_failed_steps})
+        for key, text in _OF_PHASES.items():
+            yield _counter(key, text, {(phase,): counts[key] for phase, counts in phases.items()}, "phase")
+        rates = {(phase,): counts["hit_rate"] for phase, counts in phases.items()}
+        yield _gauge("hit_ratio", "Of all demands so far, those that were hits", rates, "phase")
+        if workers := stats["devices"][1:]:
+            alive, drops = (
+                {(device["device"],): device["worker"][key] for device in workers} for key in ("alive", "drops")
+            )
+            yield _gauge("worker_alive", "1 while it computes, 0 while its experts are computed here", alive, "worker")
+            yield _counter("worker_drops", "Times that it died, failed or passed its deadline", drops, "worker")
+        uses = {(use.removesuffix("_bytes"),): nbytes for use, nbytes in self.memory(stats).items()}
+        yield _gauge("memory_bytes", "By use, as it was divided", uses, "use")
+        yield _gauge("process_peak_resident_bytes", "Most memory the process ever had", {(): peak_rss_nbytes()})
 
     def experts(self) -> dict[str, Any]:
         """How many segments of each expert are resident, and each layer's counts."""
@@ -68,10 +75,12 @@ class View(Collector):
     def state(self) -> dict[str, Any]:
         """The server's numbers now."""
         stats, scheduler = self.stats(), self._scheduler
+        learners = [stats[name] for name in ("prediction", "reuse") if stats[name] is not None]
+        ahead, needed = (sum(counts[name] for counts in stats["phases"].values()) for name in _PREFETCHES)
         return {
             "object": "state",
-            "now_s": self._now_s(),
-            "model": self._about.as_dict(),
+            "now_s": time.monotonic(),
+            "model": self._about,
             "draining": scheduler.is_draining,
             "problem": scheduler.problem,
             "waiting": len(scheduler.waiting),
@@ -80,40 +89,32 @@ class View(Collector):
             "max_queue": scheduler.room.max_queue,
             "kv_pages": scheduler.room.num_pages,
             "kv_pages_free": scheduler.free_pages,
-            "tokens_written": self._metrics.num_written,
+            "tokens_written": scheduler.metrics.num_written,
             **_summed(*stats["phases"].values()),
-            "history": _history_of(stats),
-            "prefetch_accuracy": prefetch_accuracy(stats),
+            # whether its predictor, else its eviction, began with learned state of earlier runs
+            "history": next((learner["history"] for learner in learners if learner["history"] is not None), None),
+            "prefetch_accuracy": needed / ahead if ahead else None,
             "memory": self.memory(stats) | {"all_experts_bytes": stats["expert_bytes"]},
             "workers": [
                 {name: device[name] for name in ("device", "experts", "memory_bytes", "resident_bytes")}
                 | {name: device["decode"][name] for name in ("hit_rate", "experts_s")}
                 | device["worker"]
-                for device in stats["devices"]
-                if device["worker"] is not None
+                for device in stats["devices"][1:]
             ],
         }
 
     def memory(self, stats: dict[str, Any]) -> dict[str, int]:
-        """Bytes by use, as they were divided, and how much of the experts' room is taken; in workers also how much they
-        have.
+        """Bytes by use, as they were divided, and how much of the experts' room is taken: also in workers and in the
+        host's memory behind an accelerator, where there are such.
         """
-        here = [device for device in stats["devices"] if device["worker"] is None]
-        away = [device for device in stats["devices"] if device["worker"] is not None]
-        uses = {**self._about.memory, "experts_resident_bytes": sum(device["resident_bytes"] for device in here)}
-        if away:
-            uses["workers_experts_bytes"] = sum(device["memory_bytes"] for device in away)
-            uses["workers_resident_bytes"] = sum(device["resident_bytes"] for device in away)
-        return uses | self.host_memory()
-
-    def host_memory(self) -> dict[str, int]:
-        """Host memory for experts behind the device, and how much is taken; empty where there is none."""
-        tier = getattr(self._executor.shard.device, "tier", None)
-        return (
-            {}
-            if tier is None
-            else {"host_experts_bytes": tier.memory_nbytes, "host_resident_bytes": tier.resident_nbytes}
-        )
+        home, *workers = stats["devices"]
+        uses = {**self._about["expertly"]["memory"], "experts_resident_bytes": home["resident_bytes"]}
+        if workers:
+            uses["workers_experts_bytes"] = sum(device["memory_bytes"] for device in workers)
+            uses["workers_resident_bytes"] = sum(device["resident_bytes"] for device in workers)
+        if (tier := getattr(self._executor.shard.device, "tier", None)) is not None:
+            uses |= {"host_experts_bytes": tier.memory_nbytes, "host_resident_bytes": tier.resident_nbytes}
+        return uses
 
     def stats(self) -> dict[str, Any]:
         """`expertly.stats(model).as_dict()`; read again where a forward pass adds to what is being read."""
@@ -140,13 +141,39 @@ def _summed(*phases: dict[str, Any]) -> dict[str, Any]:
     return {name: sum(phase[name] for phase in phases) for name in _COUNTS}
 
 
-def _history_of(stats: dict[str, Any]) -> str | None:
-    """Whether its predictor, else its eviction, began with learned state of earlier runs; None where neither learns."""
-    learners = [stats[name] for name in ("prediction", "reuse") if stats[name] is not None]
-    return next((learner["history"] for learner in learners if learner["history"] is not None), None)
+_PREFETCHES = {
+    "prefetched": "Experts loaded ahead",
+    "prefetched_needed": "Experts loaded ahead that were needed",
+}
+_OF_PHASES = {
+    "hits": "Demands for experts that were wholly there",
+    "partial_hits": "Demands for experts that were there in part",
+    "misses": "Demands for experts of which nothing was there",
+    "bytes_loaded": "Bytes of experts loaded",
+    "stall_s": "Seconds that forward passes waited for experts",
+    "experts_s": "Seconds in experts, waiting included",
+    **_PREFETCHES,
+    "tokens": "Tokens computed",
+    "iterations": "Forward passes",
+}
 
 
-# -- the page --------------------------------------------------------------------------------------------------------
+def _metric(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    text: str,
+    values: Mapping[Any, float | None],
+    *labels: str,
+) -> Metric:
+    """`values`: by the values of its labels; None where there is none yet."""
+    family = kind("expertly_" + re.sub("_s$", "_seconds", name), text, labels=labels)
+    for of_labels, value in values.items():
+        if value is not None:
+            family.add_metric(of_labels, value)
+    return family
+
+
+_counter, _gauge = partial(_metric, CounterMetricFamily), partial(_metric, GaugeMetricFamily)
 
 
 def dashboard_page() -> tuple[str, dict[str, str]]:

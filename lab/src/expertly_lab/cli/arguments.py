@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from expertly.options import number
+from expertly.options import checked
 
-share = number("from 0 to 1", lambda value: 0 <= value <= 1)
-exponent = number("from 0 to 10", lambda value: 0 <= value <= 10)
+share = checked(float, "from 0 to 1", lambda value: 0 <= value <= 1)
+exponent = checked(float, "from 0 to 10", lambda value: 0 <= value <= 10)
 
 
 def split(text: str) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from expertly.cli.loading import load_model
 from expertly.cli.output import in_brackets, message, progress_bar, reserved_stdout, show, table
+from expertly.cli.run import load_model
 from expertly.core.errors import ConfigError, ExpertlyError, TraceError
 from expertly.core.units import format_nbytes, format_seconds
 from expertly.model.prompts import PROMPTS_HELP, RAW_HELP, AskedPrompt, Prompt, asked, read_prompts
