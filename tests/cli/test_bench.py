@@ -93,16 +93,12 @@ def test_a_system_that_changes_tokens_is_an_error(
 
     def lying(model: Any, *words: Any) -> Any:
         tokens, times = play(model, *words)
-        return ((*tokens[:-1], 99) if loads[-1] == "expertly" else tokens), times
+        return ((*tokens[:-1], tokens[-1] + 1) if loads[-1] == "expertly" else tokens), times
 
     monkeypatch.setattr(bench, "answer", lying)
     assert main(["bench", str(model), *map(str, TINY)]) == 2
     out, err = capsys.readouterr()
-    assert (
-        out == ""
-        and "expertly answers the prompt in line 1 differently from lru: token " in err
-        and " is 99, not " in err
-    )
+    assert out == "" and "expertly answers the prompt in line 1 differently from lru: token " in err
 
 
 def test_what_cannot_be_saved_is_printed_all_the_same(

@@ -25,6 +25,10 @@ _START_S = 60.0
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_TIME")
 
 
+class SlowError(ConfigError):
+    """A request took more time than its limit."""
+
+
 class Sandbox:
     """A process that answers one request at a time; others wait. Any thread may call. It starts with the first request,
     and again after one that broke a limit: `cpu_s` of processor time, `seconds` of time, `nbytes` of memory beyond what
@@ -55,8 +59,8 @@ class Sandbox:
         return None if process is None or process.poll() is not None else process.pid
 
     def ask(self, request: bytes) -> tuple[bytes, str]:
-        """The letter and the text of the answer. Raises ConfigError where a limit was broken, or the process
-        ended by itself; the message begins with "takes", "did" or "ended".
+        """The letter and the text of the answer. Raises ConfigError where a limit was broken (SlowError: that of time),
+        or the process ended by itself; the message begins with "takes", "did" or "ended".
         """
         with self._lock:
             letter, answer = self._ask(request)
@@ -87,7 +91,7 @@ class Sandbox:
             return head[:1], answer
         except TimeoutError:
             self._end()
-            raise ConfigError(f"did not end in {self._seconds:g} s") from None
+            raise SlowError(f"did not end in {self._seconds:g} s") from None
         except OSError:
             raise self._died() from None
         except BaseException:  # an interrupt: the answer would be the next request's
@@ -147,7 +151,7 @@ class Sandbox:
             status = 0
         self._end()
         if status == -signal.SIGPROF:
-            return ConfigError(f"did not end in {self._cpu_s:g} s")
+            return SlowError(f"did not end in {self._cpu_s:g} s")
         if status == -signal.SIGABRT:  # of Rust where it gets no memory
             return self._too_large()
         name = signal.Signals(-status).name if status < 0 else f"exit code {status}"

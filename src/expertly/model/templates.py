@@ -54,7 +54,7 @@ class Renderer(contextlib.AbstractContextManager["Renderer"]):
     ) -> str:
         """A conversation as the tokenizer's chat template, or `template`, writes it, up to where the model goes on, as
         `apply_chat_template` does. All is JSON. Raises ConfigError where the template raises anything, takes too much
-        time or memory, makes more than `most` characters (TooLongError), or half of a surrogate
+        time (SlowError) or memory, makes more than `most` characters (TooLongError), or half of a surrogate
         pair.
         """
         try:
@@ -71,7 +71,7 @@ class Renderer(contextlib.AbstractContextManager["Renderer"]):
         try:
             letter, text = self.sandbox.ask(raw)
         except ConfigError as error:
-            raise ConfigError(f"messages: the model's chat template {error}") from None
+            raise type(error)(f"messages: the model's chat template {error}") from None
         if letter == b"L":
             raise TooLongError(int(text), most)
         if letter == b"E":

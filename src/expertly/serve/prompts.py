@@ -18,6 +18,7 @@ from expertly.core.errors import ConfigError
 from expertly.model.answers import AnswerFormat, known_template
 from expertly.model.generation import check_tokens
 from expertly.model.loading import tokenizer_errors
+from expertly.model.sandbox import SlowError
 from expertly.model.templates import RENDER_NBYTES, Renderer, TooLongError
 from expertly.model.text import bytes_of
 from expertly.serve.errors import ApiError, invalid
@@ -25,8 +26,10 @@ from expertly.serve.schema import Message, Tool
 
 MAX_CONTEXT = 1 << 20
 
-RENDER_CPU_S = 0.2
-"""Processor time to render a conversation, for which others wait. 400 messages with tools take 0.01 s."""
+RENDER_CPU_S, SLOW_S = 0.15, 1.0
+"""Processor time to render a conversation, for which others wait: 400 messages with tools take 0.01 s. What takes more
+is refused only after a while, or who sends it again and again would keep others waiting.
+"""
 
 LEAST_RENDER_NBYTES, RENDER_NBYTES_OF_CHARACTER = 32 << 20, 32
 """Memory to render a conversation, and for each character of the longest that may be: a text is held five times, in up
@@ -115,6 +118,8 @@ class Prompts:
         except TooLongError as error:
             raise self._too_long(error.length, "messages") from None
         except ConfigError as error:
+            if isinstance(error, SlowError):
+                await asyncio.sleep(SLOW_S)
             raise invalid(str(error), "messages") from None
         return await self._encoded(text, "messages", add_special_tokens=self._is_plain), text
 
