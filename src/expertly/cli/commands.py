@@ -32,9 +32,7 @@ GROUPS: Registry[Any] = Registry(
 
 
 def make_app(word: str | None = None) -> typer.Typer:
-    """The commands that ship, and those of installed distributions: where `word` names a command, of these only that
-    one, as importing the others takes time.
-    """
+    """The commands that ship and installed ones; of these only `word` where it is one, as importing takes time."""
     app = group("Run Mixture-of-Experts models in the memory you give them.", MAIN)
     for name, installed in _groups(word).items():
         app.add_typer(installed, name=name)
@@ -66,9 +64,7 @@ def _groups(word: str | None) -> dict[str, typer.Typer]:
 
 
 def run_command(argv: Sequence[str]) -> int:
-    """Run the command line `argv` and return its exit code. Raises ConfigError where it cannot be parsed, and what the
-    command raises.
-    """
+    """Run the command line `argv` and return its exit code. Raises ConfigError where it cannot be parsed."""
     quiet_libraries()
     command = typer.main.get_command(make_app(next((word for word in argv if not word.startswith("-")), None)))
     try:

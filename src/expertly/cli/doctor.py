@@ -176,7 +176,6 @@ def _forecast_report(expected: ModelForecast, profile: MachineProfile, is_total_
         f"({profile.created}; `expertly doctor` alone measures it anew):",
         table(("for experts", "tokens/s", "experts hit", "waiting", ""), rows),
         f"Experts are hit as in recorded routing of {'; '.join(expected.routing)}, kept by `lru`.",
-        f"What decides: {expected.decided_by}.",
         f"Next: {expected.command}",
     ]
     return "\n".join(lines)

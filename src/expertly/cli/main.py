@@ -99,9 +99,7 @@ def _check_process() -> None:
 
 
 def _of_environment(error: Exception) -> ExpertlyError | None:
-    """What to tell the user of an error that the system, the installation or the text typed is the cause of; None for a
-    bug.
-    """
+    """What the user is told of an error that the system, the installation or the typed text caused; None for a bug."""
     if isinstance(error, UnicodeError):
         text = getattr(error, "object", "")
         return ConfigError(f"{text!r:.80}: must be UTF-8 ({getattr(error, 'reason', error)})")

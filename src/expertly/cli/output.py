@@ -47,9 +47,7 @@ def reserved_stdout() -> Iterator[TextIO]:
 
 
 def quiet_libraries() -> None:
-    """Turn off transformers' advice and, without a terminal, its progress bars. Call it before transformers is
-    imported.
-    """
+    """Turn off transformers' advice and, without a terminal, its progress bars, before it is imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -115,9 +113,7 @@ Column = tuple[str, Callable[[Any], str]]
 
 
 def figures_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
-    """A table with a row for each dictionary of figures; `columns` maps headers to figures. An unknown figure is "-";
-    an empty dictionary leaves an empty row.
-    """
+    """A row for each dictionary of figures; an unknown figure is "-", an empty dictionary leaves an empty row."""
 
     def cells(row: Mapping[str, Any]) -> list[str]:
         return ["-" if row[key] is None else write(row[key]) for key, write in columns.values()]

@@ -24,7 +24,6 @@ from expertly import api
 from expertly.core.files import existing_parent
 from expertly.core.geometry import Geometry
 from expertly.core.resources import parse_memory
-from expertly.core.units import format_rate, format_seconds
 from expertly.engine.fitting import left_for_experts
 from expertly.engine.memory import kv_cache_nbytes
 from expertly.hardware.measure import measure_experts_rate
@@ -86,7 +85,6 @@ class ModelForecast:
     fitting_share: float  # of the experts, beside the rest and 4096 tokens
     routing: tuple[str, ...]  # whose recorded routing the hit rates are of
     speeds: tuple[ExpectedSpeed, ...]
-    decided_by: str
     command: str
 
 
@@ -154,7 +152,6 @@ def forecast(
         fitting_share=max(0.0, min(1.0, left / geometry.nbytes)) if left >= least else 0.0,
         routing=tuple(curve["name"] for curve in curves),
         speeds=tuple(speeds),
-        decided_by=_decided_by(speeds, speed, geometry.nbytes),
         command=_command(needs, left >= least, total_memory),
     )
 
@@ -195,25 +192,6 @@ def _expected(
     rates, hit_rates, waiting = ((min(values), max(values)) for values in zip(*ends, strict=True))
     tokens_per_s = rates[0] / MACHINE_ERROR, rates[1] * MACHINE_ERROR
     return ExpectedSpeed(nbytes, share, nbytes <= left, tokens_per_s, hit_rates, waiting)
-
-
-def _decided_by(speeds: Sequence[ExpectedSpeed], speed: Speed, experts_nbytes: int) -> str:
-    fitting = [expected for expected in speeds if expected.fits]
-    if not fitting:
-        return "nothing fits: not even the experts of one token beside the rest"
-    if fitting[-1].waiting[1] < 0.2:
-        rates = format_rate(speed.dense_nbytes_per_s)
-        if speed.experts_nbytes_per_s != speed.dense_nbytes_per_s:
-            rates += f", experts in their format {format_rate(speed.experts_nbytes_per_s)},"
-        return (
-            f"how fast weights are read from memory ({rates} measured), and what "
-            f"a layer takes beside ({format_seconds(speed.layer_ns / 1e9)}, by the demo model)"
-        )
-    is_from_host = speed.host_nbytes is not None and speed.host_nbytes >= experts_nbytes
-    rate = format_rate(speed.link_nbytes_per_s if is_from_host else speed.disk_nbytes_per_s or speed.link_nbytes_per_s)
-    how = "copying the others from the host" if is_from_host else "reading the others"
-    sentence = "how often a token's experts are in memory, which nobody knows before the model runs"
-    return f"{sentence}, and {how} ({rate} measured)"
 
 
 def _command(needs: ModelNeeds, fits: bool, total_memory: str | None) -> str:

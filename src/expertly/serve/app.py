@@ -154,9 +154,7 @@ class EventStream(StreamingResponse):
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of `work`. Where the client closes the connection, cancels it and raises ClientDisconnect. The
-    body must have been read.
-    """
+    """The result of `work`; ClientDisconnect where the client closes the connection. The body must have been read."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 BOUNDS = Bounds(256 << 10, depth=48, items=1024, text=16 << 10)
-"""What a schema may have at most. Of a constant of 20 000 characters each token takes 0.02 s. What takes long, much
-memory or a deep stack to compile ends in the sandbox.
-"""
+"""What a schema may have at most: of a constant of 20 000 characters each token takes 0.02 s."""
 
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """Else the library makes tokens of all that must come next, anew for each: 0.5 s for names of 200 000 characters.
@@ -58,9 +56,7 @@ class Grammars:
             threading.stack_size(before)
 
     async def of_schema(self, schema: dict[str, Any]) -> LLMatcher:
-        """A grammar of JSON that follows `schema`. Raises ApiError naming what the schema asks for that is not
-        supported.
-        """
+        """A grammar of JSON that follows `schema`. Raises ApiError naming what of it is not supported."""
         return await self._made("response_format", lambda: f"start: %json {_schema_text(schema, 'response_format')}")
 
     async def of_call(self, tools: Sequence[Tool]) -> LLMatcher:

@@ -100,9 +100,7 @@ class Prompts:
     async def of_messages(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]
     ) -> tuple[list[int], str]:
-        """The tokens of a chat, and their text. `variables`: more for the template. Raises ApiError where it refuses
-        the messages, takes too much for them, or they are too long.
-        """
+        """The tokens of a chat, and their text. `variables`: for the template. Raises ApiError if it refuses."""
         for name in variables.keys() & self._own_names:
             raise invalid(f"chat_template_kwargs: {name!r} is not the template's; accepted: what the template reads")
         if tools and not self._takes_tools:
@@ -140,9 +138,7 @@ class Prompts:
             raise invalid(str(error), param) from None
 
     def text(self, tokens: Sequence[int], special: bool = False) -> str:
-        """The text of tokens. `special`: with special tokens, which are no text. Raises ConfigError where the tokenizer
-        fails at them.
-        """
+        """The text of tokens; `special`: with special tokens. Raises ConfigError where the tokenizer fails at them."""
         with tokenizer_errors("the model's tokenizer cannot write these tokens", ConfigError), self._reader_lock:
             options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
             return str(self.tokenizer.decode(list(tokens), **options))

@@ -54,9 +54,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token and, where asked for, its log probability and those of the likeliest tokens, before any setting changes
-    them.
-    """
+    """A token and, where asked for, its log probability and those of the likeliest, before any setting changes them."""
 
     token: int
     logprob: float | None = None

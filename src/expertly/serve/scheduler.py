@@ -140,9 +140,7 @@ class RequestScheduler:
             raise invalid(f"n: {num_texts} texts of this length at a time; accepted: {most}", "n")
 
     def submit(self, request: ServedRequest) -> None:
-        """Run the request, or queue it. Raises ApiError 429 where the queue is full, 503 where no requests are
-        accepted.
-        """
+        """Run the request, or queue it. Raises ApiError 429 where the queue is full, 503 where none is accepted."""
         if self.problem is not None:
             raise unavailable(self.problem, "model_stopped")
         if self.is_draining:

@@ -41,9 +41,7 @@ SILENT_S = 30.0
 """A connection that has brought no request for so long is closed, also one that sends its headers byte by byte."""
 
 MAX_WAITED_FOR = 384
-"""Connections whose next request, or the rest of it, is not there. Those of requests that are being answered are
-bounded by the queue.
-"""
+"""Connections whose next request, or the rest of it, is not there; the queue bounds those that are answered."""
 
 MAX_HEAD_NBYTES = 64 << 10
 """Bytes that are no part of a body: a request's headers, and what comes behind a request before it is answered."""
@@ -223,9 +221,7 @@ class ApiServer(uvicorn.Server):
         await asyncio.to_thread(self._service.close)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """uvicorn would stop listening at once; this keeps listening, and answers 503, until all running requests have
-        ended.
-        """
+        """Keeps listening, and answers 503, until all running requests have ended; uvicorn would stop at once."""
         if self._is_ending.is_set():
             self.should_exit = self.force_exit = True
         else:
