@@ -125,16 +125,6 @@ def test_a_layer_with_a_matrix_that_is_not_quantised_is_decoded(
     assert_computes(store.folder, load_gguf(path), [("lru", "50%", 1)])
 
 
-def test_a_named_dtype_converts_as_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's products and attention, as a bfloat16 of both is to be the same."""
-    monkeypatch.setenv(VARIABLE, "torch")
-    path = make_gguf(tmp_path / "model.gguf", "Q8_0", others={DOWN: "IQ4_NL"}, **SMALL)
-    store = pack(path, tmp_path / "store", "bfloat16")
-    prompts = make_prompts(1, length=14)
-    with loaded(store.folder, memory="50%") as model:
-        assert generate(model, prompts) == generate(load_gguf(path, torch.bfloat16), prompts)
-
-
 @pytest.mark.parametrize(("experts", "dtype"), [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32")])
 def test_experts_that_are_not_quantised_keep_their_dtype(
     experts: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

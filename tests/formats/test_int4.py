@@ -20,7 +20,6 @@ from tests.formats.references import library_checkpoint, load_gptq
 from tests.model.checkpoints import (
     assert_holds_what_transformers_loads,
     change,
-    load_dequantised,
     make_int4_checkpoint,
     read_tensors,
     refused,
@@ -69,21 +68,6 @@ def test_a_named_dtype_undoes_it(name: str, tmp_path: Path) -> None:
         store = pack(source, tmp_path / dtype, dtype)
         assert store.manifest.stored_as == dtype
         assert_holds_what_transformers_loads(store, source, load_gptq(source, getattr(torch, dtype)))
-
-
-@pytest.mark.parametrize("group", [32, 128])
-def test_scales_in_float16(group: int, tmp_path: Path) -> None:
-    """The bytes are kept where the model computes in that dtype, or in float32; else they are converted."""
-    source = make_int4_checkpoint(tmp_path / "source", torch.float32, group, torch.float16)
-    name, prompts = f"int4_g{group}_f16", make_prompts(1, length=14)
-    tokens = generate(load_dequantised(source), prompts)
-    for dtype, stored_as in (("float32", name), ("float16", name), ("bfloat16", "bfloat16")):
-        set_config(source, dtype=dtype)
-        store = pack(source, tmp_path / dtype)
-        assert (store.manifest.stored_as, store.manifest.dtype) == (stored_as, dtype)
-        assert_holds_what_transformers_loads(store, source, load_dequantised(source, dtype=getattr(torch, dtype)))
-    with loaded(tmp_path / "float32", memory="25%") as model:
-        assert generate(model, prompts) == tokens
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from tests.families import (
     make_prompts,
 )
 from tests.model.checkpoints import change, make_mxfp4_checkpoint
-from tests.serve.conftest import room_for, served
 
 
 def of_mxfp4(parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,38 +142,22 @@ def test_a_rounded_model_is_that_of_the_nearest_numbers(form: str, family: str, 
     assert PackedStore.open(store.folder).manifest == store.manifest
 
 
-def test_nobody_rounds_by_default(sources: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
-    source, prompts = sources["qwen3_moe"], make_prompts(1, length=14)
-    with loaded(source, memory="50%", quantize="mxfp4") as model:
-        assert expertly.stats(model).as_dict()["rounding"] == {"to": "mxfp4"}
-    with loaded(source, memory="50%") as model:
-        assert expertly.stats(model).as_dict()["rounding"] is None
-        assert generate(model, prompts) == generate(load_reference(source), prompts)
-
-
 def test_commands_say_it(sources: Any, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody rounds by default."""
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
     source = sources["qwen3_moe"]
     assert main(["pack", str(source), "--quantize", "mxfp4"]) == 0
     said = capsys.readouterr()
-    store = said.out.strip()
     assert "612 KiB in mxfp4 rounded from the checkpoint's (4.50 MiB in float32)" in said.err
-    assert "experts are rounded to mxfp4" in said.err
-    packed = answer(capsys, "pack", source, "--quantize", "mxfp4")
-    assert packed["rounding"] == {"to": "mxfp4"}
     (listed,) = answer(capsys, "pack", "--list")["stores"]
     assert (listed["dtype"], listed["rounded"]) == ("mxfp4", True)
+    store = said.out.strip()
     asked = ["run", store, "One", "--raw", "--max-new-tokens", "2", "--memory", "50%", "--system", "lru"]
     line, budget = told(capsys, *asked).splitlines()[-2:]
     assert "experts rounded to mxfp4" in line and "rounded to mxfp4" in budget
-    assert answer(capsys, *asked)["rounding"] == packed["rounding"]
-    assert asdict(needs_of(store))["rounding"] == packed["rounding"]  # what doctor says
-    model, tokenizer = expertly.load(store, memory="50%", system="lru", device="cpu")
-    with served(model, tokenizer, room_for(context=64, max_running=1), name="tiny") as serving:
-        about: Any = serving.client.models.retrieve("tiny").model_extra
-    expertly.unload(model)
-    assert about["expertly"]["rounding"] == packed["rounding"]
+    assert answer(capsys, *asked)["rounding"] == asdict(needs_of(store))["rounding"] == {"to": "mxfp4"}
+    with loaded(source, memory="50%") as model:
+        assert expertly.stats(model).as_dict()["rounding"] is None
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,7 @@ from tests.families import FAMILIES, NUM_EXPERTS, make_checkpoint, make_model
 from tests.model.checkpoints import (
     assert_holds_what_transformers_loads,
     change,
-    make_fp8_checkpoint,
     make_fused_checkpoint,
-    make_mxfp4_checkpoint,
     read_experts,
     read_tensors,
     refused,
@@ -61,24 +59,6 @@ def test_casts_as_transformers_does(tmp_path: Path, stored: torch.dtype) -> None
         store = pack(source, tmp_path / dtype, dtype)
         assert store.manifest.dtype == dtype
         assert_holds_what_transformers_loads(store, source, dtype=getattr(torch, dtype))
-
-
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
-def test_quantisation_is_undone_as_transformers_does(tmp_path: Path, family: str) -> None:
-    """MXFP4 of gpt_oss, which is kept unless a dtype is said, and FP8 of the others."""
-    if family == "gpt_oss":
-        source = make_mxfp4_checkpoint(tmp_path / "source")
-    else:
-        pytest.importorskip("accelerate", reason="transformers' own reading of it needs accelerate")
-        source = make_fp8_checkpoint(family, tmp_path / "source")
-    for dtype in ("bfloat16" if family == "gpt_oss" else None, "float32", "float16"):
-        store = pack(source, tmp_path / str(dtype), dtype)
-        assert store.manifest.dtype == (dtype or "bfloat16")
-        assert "quantization_config" not in store.config
-        assert {info.dtype for info in store.dense.values()} <= {"BF16", "F16", "F32"}
-        assert not [name for name in store.dense if "scale" in name]
-        wanted = {} if dtype is None else {"dtype": getattr(torch, dtype)}
-        assert_holds_what_transformers_loads(store, source, **wanted)
 
 
 def test_float16_is_refused_where_a_weight_does_not_fit(tmp_path: Path) -> None:
