@@ -15,7 +15,6 @@ The reference is the package gguf (quants.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -76,18 +75,7 @@ class _IQ1_M(_AsStored):
 
 Scales: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
 """Scales and minima [..., 16, n], each of group / n inputs."""
-
-
-@dataclass(frozen=True)
-class _Plane:
-    """Bits of codes in a block: of each `width` bytes the lowest, then the next. They are a code's further bits behind
-    those of the plane before.
-    """
-
-    begin: int
-    end: int
-    width: int
-    num_bits: int
+Rest = int | tuple[int, int, Callable[[Bytes], Bytes]]
 
 
 class _Rearranged(_GgufBlocks):
@@ -98,33 +86,34 @@ class _Rearranged(_GgufBlocks):
         type: str,
         kernel: int,
         group: int,
-        planes: Sequence[_Plane],
-        rest: Sequence[tuple[int, int, Callable[[Bytes], Bytes]]],
+        planes: Sequence[tuple[int, int, int, int]],
+        rest: Sequence[Rest],
         scales: Callable[[torch.Tensor], Scales],
-        *halves: int,
         middle: int = 0,
     ) -> None:
-        """`rest`: from, to, and how these bytes of 16 blocks lie in a tile. `scales`: of the rest of a tile."""
-        nbytes = sum(plane.end - plane.begin for plane in planes) + sum(end - begin for begin, end, _ in rest)
-        super().__init__(type, kernel, group, nbytes, *halves)
-        self._planes, self._rest, self._scales_of, self._middle = planes, rest, scales, middle
+        """`planes`: from, to, width, bits: of each `width` bytes the lowest bits are codes, then the next; a code's
+        further bits are in a further plane. `rest`: a float16 number's place, or from, to, and how these bytes of 16
+        blocks lie in a tile. `scales`: of the rest of a tile.
+        """
+        halves = [item for item in rest if isinstance(item, int)]
+        self._rest = [(item, item + 2, _as_it_is) if isinstance(item, int) else item for item in rest]
+        self._planes, self._scales_of, self._middle = planes, scales, middle
+        ends = [plane[:2] for plane in planes] + [item[:2] for item in self._rest]
+        super().__init__(type, kernel, group, sum(end - begin for begin, end in ends), *halves)
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
         (blocks,) = parts
-        made = [
-            _packed(_fields(blocks[..., plane.begin : plane.end], plane.width, plane.num_bits), plane.num_bits)
-            for plane in self._planes
-        ]
+        made = [_packed(_fields(blocks[..., begin:end], width, bits), bits) for begin, end, width, bits in self._planes]
         made += [arranged(blocks[..., begin:end]) for begin, end, arranged in self._rest]
         return np.concatenate([part.reshape(*blocks.shape[:-2], -1) for part in made], axis=-1)
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
         codes: Any = 0
         place = shift = 0
-        for plane in self._planes:
-            end = place + TILE_OUTPUTS * (plane.end - plane.begin)
-            codes = codes | _unpacked(tiles[..., place:end], plane.num_bits) << shift
-            place, shift = end, shift + plane.num_bits
+        for begin, end, _, bits in self._planes:
+            plane = tiles[..., place : place + TILE_OUTPUTS * (end - begin)]
+            codes = codes | _unpacked(plane, bits) << shift
+            place, shift = place + plane.shape[-1], shift + bits
         scales, minima = self._scales_of(tiles[..., place:])
         weights = self._values(codes) * scales.repeat_interleave(self.group // scales.shape[-1], dim=-1)
         return weights if minima is None else weights - minima.repeat_interleave(self.group // minima.shape[-1], dim=-1)
@@ -250,42 +239,20 @@ def _of_iq4_xs(rest: torch.Tensor) -> Scales:
     return ((low | high << 4).float() - 32) * _numbers(rest, 96).unsqueeze(-1), None
 
 
-def _half_at(place: int) -> tuple[int, int, Callable[[Bytes], Bytes]]:
-    return place, place + 2, _as_it_is
-
-
-_K4_SCALES = [(4, 16, _dwords), _half_at(0), _half_at(2)]
-Q8_0 = _Q8_0("Q8_0", 1, 32, 34, 0)
-Q4_0 = _Q4_0("Q4_0", 2, 32, [_Plane(2, 18, 16, 4)], [_half_at(0)], _one_scale, 0, middle=8)
+_K4_REST: list[Rest] = [(4, 16, _dwords), 0, 2]
+Q8_0, Q4_0 = _Q8_0("Q8_0", 1, 32, 34, 0), _Q4_0("Q4_0", 2, 32, [(2, 18, 16, 4)], [0], _one_scale, middle=8)
 GGUF_FORMATS = (
     *(Q8_0, Q4_0),
-    _Rearranged("Q4_K", 3, 256, [_Plane(16, 144, 32, 4)], _K4_SCALES, _of_32, 0, 2),
-    _Rearranged("Q5_K", 4, 256, [_Plane(48, 176, 32, 4), _Plane(16, 48, 32, 1)], _K4_SCALES, _of_32, 0, 2),
-    _Rearranged(
-        *("Q6_K", 5, 256, [_Plane(0, 128, 64, 4), _Plane(128, 192, 32, 2)]),
-        *([(192, 208, _turned), _half_at(208)], _of_q6_k, 208),
-        middle=32,
-    ),
-    _Rearranged("Q4_1", 6, 32, [_Plane(4, 20, 16, 4)], [_half_at(0), _half_at(2)], _one_minimum, 0, 2),
-    _Rearranged("Q5_0", 7, 32, [_Plane(6, 22, 16, 4), _Plane(2, 6, 1, 1)], [_half_at(0)], _one_scale, 0, middle=16),
-    _Rearranged(
-        *("Q5_1", 8, 32, [_Plane(8, 24, 16, 4), _Plane(4, 8, 1, 1)]),
-        *([_half_at(0), _half_at(2)], _one_minimum, 0, 2),
-    ),
-    _Rearranged(
-        *("Q2_K", 9, 256, [_Plane(16, 80, 32, 2)]),
-        *([(0, 16, _turned), _half_at(80), _half_at(82)], _of_q2_k, 80, 82),
-    ),
-    _Rearranged(
-        *("Q3_K", 10, 256, [_Plane(32, 96, 32, 2), _Plane(0, 32, 32, 1)]),
-        *([(96, 108, _dwords), _half_at(108)], _of_q3_k, 108),
-        middle=4,
-    ),
-    _Iq4("IQ4_NL", 11, 32, [_Plane(2, 18, 16, 4)], [_half_at(0)], _one_scale, 0),
-    _Iq4(
-        *("IQ4_XS", 12, 256, [_Plane(8, 136, 16, 4)]),
-        *([(4, 8, _as_it_is), (2, 4, _as_it_is), _half_at(0)], _of_iq4_xs, 0),
-    ),
+    _Rearranged("Q4_K", 3, 256, [(16, 144, 32, 4)], _K4_REST, _of_32),
+    _Rearranged("Q5_K", 4, 256, [(48, 176, 32, 4), (16, 48, 32, 1)], _K4_REST, _of_32),
+    _Rearranged("Q6_K", 5, 256, [(0, 128, 64, 4), (128, 192, 32, 2)], [(192, 208, _turned), 208], _of_q6_k, middle=32),
+    _Rearranged("Q4_1", 6, 32, [(4, 20, 16, 4)], [0, 2], _one_minimum),
+    _Rearranged("Q5_0", 7, 32, [(6, 22, 16, 4), (2, 6, 1, 1)], [0], _one_scale, middle=16),
+    _Rearranged("Q5_1", 8, 32, [(8, 24, 16, 4), (4, 8, 1, 1)], [0, 2], _one_minimum),
+    _Rearranged("Q2_K", 9, 256, [(16, 80, 32, 2)], [(0, 16, _turned), 80, 82], _of_q2_k),
+    _Rearranged("Q3_K", 10, 256, [(32, 96, 32, 2), (0, 32, 32, 1)], [(96, 108, _dwords), 108], _of_q3_k, middle=4),
+    _Iq4("IQ4_NL", 11, 32, [(2, 18, 16, 4)], [0], _one_scale),
+    _Iq4("IQ4_XS", 12, 256, [(8, 136, 16, 4)], [(4, 8, _as_it_is), (2, 4, _as_it_is), 0], _of_iq4_xs),
     _AsStored("IQ2_XXS", 14, 256, 66, 0),
     _AsStored("IQ2_XS", 15, 256, 74, 0),
     _AsStored("IQ2_S", 16, 256, 82, 0),
