@@ -185,10 +185,9 @@ def _by_key_head(config: Any, tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.unflatten(0, (keys, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
-def _value_heads(width: str = "", dim: int = 0, is_after_keys: bool = False, is_log: bool = False) -> TensorStep:
-    """Value heads stand in turns, one of each key head; in transformers those of a key head stand together.
-
-    `width`: the config's field with the numbers of a head, else 1.
+def _value_heads(width: str = "", dim: int = 0, is_log: bool = False) -> TensorStep:
+    """Value heads, which may stand behind queries and keys, come in turns, one of each key head; in transformers those
+    of a key head stand together. `width`: the config's field with the numbers of a head, else 1.
     """
 
     def undo(config: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -196,7 +195,7 @@ def _value_heads(width: str = "", dim: int = 0, is_after_keys: bool = False, is_
         size = values * (getattr(config, width) if width else 1)
         before, moved = tensor.split((tensor.shape[dim] - size, size), dim)
         moved = moved.unflatten(dim, (values // keys, keys, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
-        made = torch.cat((before, moved), dim) if is_after_keys else moved
+        made = torch.cat((before, moved), dim)
         return made.neg().log() if is_log else made
 
     return TensorStep(undo, is_of_rows=dim == 0 and not is_log)
@@ -204,9 +203,7 @@ def _value_heads(width: str = "", dim: int = 0, is_after_keys: bool = False, is_
 
 _VALUE_WIDTH = "linear_value_head_dim"
 _VALUE_HEADS = {
-    "attn_qkv.weight": _value_heads(_VALUE_WIDTH, is_after_keys=True),
-    "ssm_conv1d.weight": _value_heads(_VALUE_WIDTH, is_after_keys=True),
-    "attn_gate.weight": _value_heads(_VALUE_WIDTH),
+    **dict.fromkeys(("attn_qkv.weight", "ssm_conv1d.weight", "attn_gate.weight"), _value_heads(_VALUE_WIDTH)),
     "ssm_out.weight": _value_heads(_VALUE_WIDTH, dim=1),
     "ssm_a": _value_heads(is_log=True),
     **dict.fromkeys(("ssm_alpha.weight", "ssm_beta.weight", "ssm_dt.bias"), _value_heads()),
