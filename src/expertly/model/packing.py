@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -181,20 +180,8 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
         return Weights(check_store_dtype(dtype), is_named=True)
     computed = default_dtype(checkpoint)
     headers = {name: (ref.dtype, ref.shape) for name, ref in checkpoint.tensors.items()}
-    with _named(checkpoint):
-        form = kept_formats(checkpoint) or format_of(checkpoint.config.get("quantization_config"), headers, computed)
+    form = kept_formats(checkpoint) or format_of(checkpoint.config.get(_QUANTIZATION), headers, computed)
     return Weights(computed, form)
-
-
-@contextlib.contextmanager
-def _named(checkpoint: Checkpoint) -> Iterator[None]:
-    """What is wrong with a quantisation also says of which file."""
-    try:
-        yield
-    except CheckpointError as error:
-        file = checkpoint.folder if checkpoint.gguf else checkpoint.folder / "config.json"
-        is_named = str(error).startswith((f"{checkpoint.folder}:", f"{checkpoint.folder}/"))
-        raise type(error)(str(error) if is_named else f"{file}: {error}") from None
 
 
 def store_alone(name: str, dtype: str | None = None, cache_dir: Path | None = None) -> Path | None:
@@ -312,29 +299,29 @@ class Packing:
         rounding = rounding_format(weights.rounded_to) if weights.rounded_to else None
         kept = bool(weights.format) and rounding is None
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
-        with _named(checkpoint):
+        try:
             layout = GgufLayout() if checkpoint.gguf else make_layout(checkpoint.config.get(_QUANTIZATION), dtype)
             if layout is not None:
                 check_matrices(layout, checkpoint.tensors)
+        except UnsupportedModelError as error:  # of the config
+            raise UnsupportedModelError(f"{checkpoint.folder / 'config.json'}: {error}") from None
         model = build_meta_model(config_of(checkpoint), self._torch_dtype)
         self._kept, self._model = kept, model
-        self._plain = self._conversion = Conversion(model)
-        if checkpoint.gguf:
-            self._conversion = GgufConversion(model, checkpoint.gguf)
-        elif layout is not None:
-            self._conversion = Conversion(model, layout)
-        groups, self._unexpected = self._conversion.groups(checkpoint.tensors)
+        self._plain = made = Conversion(model)
+        if layout is not None:
+            made = GgufConversion(model, checkpoint.gguf) if checkpoint.gguf else Conversion(model, layout)
+        self._conversion = made
+        groups, self._unexpected = made.groups(checkpoint.tensors)
         self._sites = find_experts(model, ITEMSIZE[dtype])
-        made = self._conversion
         self._readers = [ExpertsReader(site, checkpoint, made, groups, kept, rounding) for site in self._sites]
         expert_names = set().union(*(reader.source_names for reader in self._readers))
         self._check_unexpected()
         self._dense_forms: dict[str, TiledFormat] = {}
         """Of layers beside the experts that keep their bytes, by module path."""
         self._dense = self._plan_dense([one for one in groups.values() if expert_names.isdisjoint(one.names)])
-        missing = self._conversion.missing(groups)
+        missing = made.missing(groups)
         if missing:
-            why = self._conversion.why_missing(checkpoint, missing[0])
+            why = made.why_missing(checkpoint, missing[0])
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             raise CheckpointError(f"{checkpoint.folder}: no tensor for {missing[0]}{more}: {why}")
         self.layers = tuple(reader.geometry for reader in self._readers)
