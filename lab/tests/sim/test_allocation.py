@@ -10,6 +10,7 @@ import pytest
 from expertly.core.costs import Link
 from expertly.core.geometry import LayerGeometry, fitting_segments
 from expertly.policies.known import Known
+from expertly.policies.learned import ModelShape
 from expertly.policies.reuse import ReuseModel
 from expertly.scheduler.systems import SYSTEMS, get_system
 from expertly_lab.sim.schedule import Selection, make_schedule
@@ -152,7 +153,7 @@ def test_a_training_part_teaches_once_and_only_who_asks(tmp_path: Path) -> None:
     for system in ("lru", "resident"):
         assert learning.known(SYSTEMS[system], geometry, Known()) == Known()
     assert TrainingPart(trace, []).known(SYSTEMS["expertly"], geometry, Known()) == Known()
-    model = ReuseModel(geometry)
+    model = ReuseModel(ModelShape.of(geometry))
     model.restore(taught.state())
     for layer in range(3):
         model.observe(one_token(layer, [0, 1]))

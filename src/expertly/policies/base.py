@@ -21,7 +21,6 @@ from expertly.policies.learned import LearnedState
 T = TypeVar("T")
 
 NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
-
 _WORDS = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 
 
@@ -115,28 +114,30 @@ def option_text(value: object) -> str:
 
 def describe_options(kind: type[Any]) -> dict[str, str]:
     """For each option its help, default and bounds."""
-    texts: dict[str, str] = {}
-    types_of = get_type_hints(kind)
+    texts, types_of = {}, get_type_hints(kind)
     for key in fields(kind):
-        notes = [] if key.default is None else [f"default: {option_text(key.default)}"]
-        if get_origin(types_of[key.name]) is Literal:
-            notes.append(f"accepted: {', '.join(get_args(types_of[key.name]))}")
-        notes += [bounds] if (bounds := _bounds(key)) else []
-        text = [key.metadata.get("help", ""), f"({', '.join(notes)})" if notes else ""]
-        texts[key.name] = " ".join(part for part in text if part)
+        choices = get_args(types_of[key.name]) if get_origin(types_of[key.name]) is Literal else ()
+        notes = (
+            "" if key.default is None else f"default: {option_text(key.default)}",
+            f"accepted: {', '.join(choices)}" if choices else "",
+            _bounds(key),
+        )
+        in_brackets = ", ".join(filter(None, notes))
+        texts[key.name] = f"{key.metadata.get('help', '')} ({in_brackets})" if in_brackets else key.metadata["help"]
     return texts
+
+
+_HOLDS: Mapping[str, Callable[[Any, Any], bool]] = {"least": ge, "above": gt, "most": le, "below": lt}
 
 
 def check_bounds(key: Field[Any], value: object) -> None:
     """Raises ConfigError where a number is outside its field's bounds."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    bounds = [(key.metadata.get(name), holds) for name, holds in _HOLDS.items()]
-    if not all(holds(value, bound) for bound, holds in bounds if bound is not None):  # NaN holds nothing
-        raise ConfigError(f"{key.name}={value}: must be {_bounds(key)}")
-
-
-_HOLDS: Mapping[str, Callable[[Any, Any], bool]] = {"least": ge, "above": gt, "most": le, "below": lt}
+    for name, holds in _HOLDS.items():
+        bound = key.metadata.get(name)
+        if bound is not None and not holds(value, bound):  # NaN holds nothing
+            raise ConfigError(f"{key.name}={value}: must be {_bounds(key)}")
 
 
 def _bounds(key: Field[Any]) -> str:
@@ -150,31 +151,30 @@ def _bounds(key: Field[Any]) -> str:
     return "" if least is None else f"at least {least}"
 
 
-def parse_int(text: str, what: str) -> int:
-    """A whole number in decimal digits. Raises ConfigError."""
+def parse_int(text: str, name: str) -> int:
+    """A whole number in decimal digits. Raises ConfigError that begins with `name`."""
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()) or len(digits) > 18:
-        raise ConfigError(f"{what}: must be a whole number")
+        raise ConfigError(f"{name}: must be a whole number")
     return int(text)
 
 
-def _parsed(kind: Any, text: str, what: str) -> object:
+def _parsed(kind: Any, text: str, name: str) -> object:
     if get_origin(kind) in (Union, types.UnionType):
         (kind,) = [member for member in get_args(kind) if member is not type(None)]
     if kind is int:
-        return parse_int(text, what)
+        return parse_int(text, name)
     if kind in (str, Path):
         return kind(text)
     if kind is float:
         try:
             return float(text)
         except ValueError:
-            raise ConfigError(f"{what}: must be a number") from None
+            raise ConfigError(f"{name}: must be a number") from None
     if kind is not bool and get_origin(kind) is not Literal:
-        raise ConfigError(
-            f"{what}: an option of type {kind}; accepted: bool, int, float, str, Path, Literal of str, or None besides"
-        )
+        accepted = "bool, int, float, str, Path, Literal of str, or None besides"
+        raise ConfigError(f"{name}: an option of type {kind}; accepted: {accepted}")
     choices = _WORDS if kind is bool else {word: word for word in get_args(kind)}
     if text not in choices:
-        raise ConfigError(f"{what}: {'' if kind is bool else 'unknown; '}accepted: {', '.join(choices)}")
+        raise ConfigError(f"{name}: {'' if kind is bool else 'unknown; '}accepted: {', '.join(choices)}")
     return choices[text]

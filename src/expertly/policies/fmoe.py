@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -55,12 +55,9 @@ class MapStore(LearnedState):
         nbytes = 4 * capacity * shape.num_layers * shape.max_experts
         if nbytes > MAX_NBYTES:
             raise ConfigError(f"capacity={capacity}: maps of {nbytes} bytes; at most {MAX_NBYTES} are accepted")
-        self.shape = shape
-        self.capacity = capacity
-        self.semantic_weight = semantic_weight
+        self.shape, self.capacity, self.semantic_weight = shape, capacity, semantic_weight
         self.max_of_request = max(1, int(quota * capacity))
-        self.num_maps = 0
-        self.generation = 0  # counts changes
+        self.num_maps = self.generation = 0  # `generation` counts changes
         # Zeroed pages take no memory before they are written to.
         self.maps: Floats = np.zeros((shape.num_layers, capacity, shape.max_experts), np.float32)  # [L, C, E]
         self.squares: Floats = np.zeros((shape.num_layers, capacity), np.float32)  # [L, C] squared length of a layer
@@ -109,7 +106,8 @@ class MapStore(LearnedState):
             inverse = inverse_root(np.diagonal(dots).copy())
             return np.concatenate([nothing if known is None else known, dots * inverse[:, None] * inverse], axis=1)
 
-        redundancy = with_each_other(search.of_all_layers(), scores.reshape(len(scores), -1))
+        of_all_layers = search.cosines(self.squares[:, : self.num_maps].sum(axis=0))  # not seen: zero in the rows
+        redundancy = with_each_other(of_all_layers, scores.reshape(len(scores), -1))
         if self.semantic_weight and embedding is not None:
             redundancy *= 1 - self.semantic_weight
             redundancy += self.semantic_weight * with_each_other(search.semantics, embedding)
@@ -154,9 +152,8 @@ class MapStore(LearnedState):
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """The filled part: born [n], requests [n], maps [L, n, E], and embeddings [n, H] if any."""
         n = self.num_maps
-        state: dict[str, npt.NDArray[Any]] = {"born": self.born[:n], "requests": self.requests[:n]}
-        state["maps"] = self.maps[:, :n]
-        return state if self.embeddings is None else state | {"embeddings": self.embeddings[:n]}
+        embeddings = {} if self.embeddings is None else {"embeddings": self.embeddings[:n]}
+        return {"born": self.born[:n], "requests": self.requests[:n], "maps": self.maps[:, :n], **embeddings}
 
     def restore(self, arrays: Arrays) -> None:
         """Requests are numbered down from -1, so that none is a number that a running model counts up from 0."""
@@ -175,66 +172,45 @@ class MapStore(LearnedState):
 # -- 4.2: expert map search, equations 4 and 5 ------------------------------------------------------------------------
 
 
-class NearestMaps(NamedTuple):
-    """The most similar stored map of each row."""
-
-    slots: Slots  # [T]
-    scores: Floats  # [T] cosines, -1 to 1
-
-
-class Search:
-    """The similarity of one iteration's T rows to every map of a store, [T, n], updated a layer at a time. Valid until
-    the store changes.
+class Search(RunningCosines):
+    """The similarity of one iteration's T rows to every map of a store: `cosines` are over the layers observed so far
+    (trajectory, equation 5).
     """
 
     def __init__(self, store: MapStore, num_rows: int) -> None:
+        super().__init__(num_rows, store.num_maps)
         self.store = store
-        self.num_maps = store.num_maps  # stored maps that are searched
         self.semantics: Floats | None = None  # what `semantic` returned
-        self._running = RunningCosines(num_rows, store.num_maps)
 
     def semantic(self, embedding: Floats) -> Floats | None:
         """Cosines [T, n] of embeddings [T, H] to the stored ones (equation 4). None where none is stored, or a row is
         not finite.
         """
         squares = np.einsum("th,th->t", embedding, embedding)
-        if self.store.embeddings is None or not self.num_maps or not np.isfinite(squares).all():
+        if self.store.embeddings is None or not self.num_stored or not np.isfinite(squares).all():
             return None
-        cosines: Floats = np.dot(embedding, self.store.embeddings[: self.num_maps].T)
+        cosines: Floats = np.dot(embedding, self.store.embeddings[: self.num_stored].T)
         cosines *= inverse_root(squares)[:, None]
         self.semantics = cosines
         return cosines
 
     def observe(self, layer: int, scores: Floats) -> None:
         """The routing scores of a layer, [T, E of the layer]."""
-        stored = self.store.maps[layer, : self.num_maps, : scores.shape[1]]
+        stored = self.store.maps[layer, : self.num_stored, : scores.shape[1]]
         squares = np.einsum("te,te->t", scores, scores)
-        self._running.add(np.dot(scores, stored.T), squares, self.store.squares[layer, : self.num_maps])
+        self.add(np.dot(scores, stored.T), squares, self.store.squares[layer, : self.num_stored])
 
-    def trajectory(self) -> Floats | None:
-        """Cosines [T, n] over the layers seen so far (equation 5). None where nothing is stored, a row is not finite,
-        or all rows are zero.
-        """
-        return self._running.cosines()
-
-    def of_all_layers(self) -> Floats | None:
-        """Cosines as of `trajectory`, over all layers; layers that were not seen are zero in the rows."""
-        return self._running.cosines(self.store.squares[:, : self.num_maps].sum(axis=0))
-
-    def nearest(self, cosines: Floats) -> NearestMaps:
-        """The most similar map of each row; of equal ones, up to rounding, the newest."""
+    def nearest(self, cosines: Floats) -> tuple[Slots, Floats]:
+        """The most similar map of each row, [T], of equal ones, up to rounding, the newest; and its cosine, [T]."""
         scores = cosines.max(axis=1)
         is_nearest = cosines >= (scores - TIE)[:, None]
-        slots = np.where(is_nearest, self.store.born[: self.num_maps], -1).argmax(axis=1)
-        return NearestMaps(slots, np.minimum(scores, np.float32(1.0)))
+        slots = np.where(is_nearest, self.store.born[: self.num_stored], -1).argmax(axis=1)
+        return slots, np.minimum(scores, np.float32(1.0))
 
 
 # -- 4.3: the predictor; similarity-aware selection, equations 6 to 8 -------------------------------------------------
 
-MAX_SCORES = (
-    1 << 22
-)  # similarities that one pass may hold: of more than 2^22 / capacity rows so many are matched, evenly
-
+MAX_SCORES = 1 << 22  # similarities a pass may hold: of more than 2^22 / capacity rows so many are matched, evenly
 Select = Literal["delta", "top-k"]
 
 
@@ -252,14 +228,12 @@ class _MatchedPass:
     """What an iteration has shown of the rows that are matched."""
 
     def __init__(self, began: Began, shape: ModelShape, max_rows: int, *, has_embedding: bool) -> None:
-        num_rows = len(began.requests)
-        self.num_rows = num_rows  # as they come
+        self.num_rows = num_rows = len(began.requests)  # as they come
         self.rows = slice(None) if num_rows <= max_rows else np.linspace(0, num_rows - 1, max_rows).astype(np.intp)
         self.is_prompt = bool(began.is_prefill.any())
         self.requests = began.requests[self.rows]
         self.embedding = began.embedding[self.rows] if has_embedding and began.embedding is not None else None
-        count = len(self.requests)
-        self.scores: Floats = np.zeros((count, shape.num_layers, shape.max_experts), np.float32)
+        self.scores: Floats = np.zeros((len(self.requests), shape.num_layers, shape.max_experts), np.float32)
         self.layers = range(shape.num_layers) if began.layers is None else began.layers
         self.num_seen = 0  # of these layers
         self.last = -1
@@ -322,7 +296,7 @@ class FMoE(Predictor):
         ahead = now.layers[now.layers.index(layer) + self._distance :]
         if self._options.reach == "one" or now.is_prompt:
             ahead = ahead[:1]
-        return self._predict(now, "trajectory", self._search.trajectory() if ahead else None, ahead, layer)
+        return self._predict(now, "trajectory", self._search.cosines() if ahead else None, ahead, layer)
 
     def end_iteration(self, ok: bool) -> None:
         """Add the pass's maps, if it ended well and every layer of its stack was seen."""
@@ -350,15 +324,15 @@ class FMoE(Predictor):
         """Predict these layers from the nearest maps; `layer` ran last. What they have nothing of is left out."""
         if cosines is None or not layers:
             return
-        has_layer = self._store.squares[layers.start, : self._search.num_maps] > 0  # of two stacks a map has one
+        has_layer = self._store.squares[layers.start, : self._search.num_stored] > 0  # of two stacks a map has one
         if not has_layer.any():
             return
-        nearest = self._search.nearest(cosines if has_layer.all() else np.where(has_layer, cosines, -np.inf))
+        slots, similar = self._search.nearest(cosines if has_layer.all() else np.where(has_layer, cosines, -np.inf))
         count, total = self._matched[kind]
-        self._matched[kind] = count + len(nearest.scores), total + float(np.sum(nearest.scores))
-        rows = self._store.maps[layers.start : layers.stop, nearest.slots]  # [layers, T, E]
+        self._matched[kind] = count + len(similar), total + float(np.sum(similar))
+        rows = self._store.maps[layers.start : layers.stop, slots]  # [layers, T, E]
         top_k = self._top_k[layers.start : layers.stop, None]
-        selected = select(rows, nearest.scores, top_k, self._options.select)
+        selected = select(rows, similar, top_k, self._options.select)
         named, probabilities = np.where(selected, rows, 0.0).max(axis=1), rows.max(axis=1)
         for ahead, (experts, scores) in zip(layers, by_falling(named), strict=True):
             likely: list[float] = probabilities[ahead - layers.start, : self._shape.num_experts[ahead]].tolist()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -137,48 +137,39 @@ class Matrices(LearnedState):
 # -- 4.5: the match of a running request with them --------------------------------------------------------------------
 
 
-class NearestMatrices(NamedTuple):
-    """The m matrices of highest cosine."""
-
-    slots: tuple[int, ...]  # rising
-    cosine: float  # of the nearest, above 0 up to 1
-
-
-class Match:
+class Match(RunningCosines):
     """The cosines of one request's matrix to every matrix of a collection, over the layers that the request has run.
-    `counts` [L, E] is what its earlier iterations add up to; then a layer of the running one costs one product. Valid
-    until the collection changes.
+    `counts` [L, E] is what its earlier iterations add up to.
     """
 
     def __init__(self, collection: Collection, counts: Counts | None = None) -> None:
+        super().__init__(1, collection.num_matrices)
         self.collection = collection
-        self._num = collection.num_matrices
         self._counts = np.zeros_like(collection.total) if counts is None else counts
-        self._running = RunningCosines(1, self._num)
         layers = np.flatnonzero(self._counts.any(axis=1))
         if len(layers):
             before = self._counts.reshape(-1).astype(np.float32)
-            dots = before @ collection.columns.reshape(len(before), -1)[:, : self._num]
+            dots = before @ collection.columns.reshape(len(before), -1)[:, : self.num_stored]
             squares = np.square(self._counts, dtype=np.float64).sum()
-            self._running.add(dots, squares, collection.squares[layers, : self._num].sum(axis=0))
+            self.add(dots, squares, collection.squares[layers, : self.num_stored].sum(axis=0))
 
     def observe(self, layer: int, counts: Counts) -> None:
         """How many of the iteration's tokens each expert of a layer serves, [E]."""
         (chosen,) = counts.nonzero()
         num, before = counts[chosen], self._counts[layer]
-        dots = num.astype(np.float32) @ self.collection.columns[layer, chosen, : self._num]
-        stored = None if before.any() else self.collection.squares[layer, : self._num]
-        self._running.add(dots, num @ (num + 2 * before[chosen]), stored)
+        dots = num.astype(np.float32) @ self.collection.columns[layer, chosen, : self.num_stored]
+        stored = None if before.any() else self.collection.squares[layer, : self.num_stored]
+        self.add(dots, num @ (num + 2 * before[chosen]), stored)
 
-    def nearest(self, num: int) -> NearestMatrices | None:
-        """The `num` nearest matrices, fewer where fewer have anything in common; of equal ones, up to rounding, the
-        newest. None where there are none.
+    def nearest(self, num: int) -> tuple[tuple[int, ...], float] | None:
+        """The slots, rising, of the `num` nearest matrices, fewer where fewer have anything in common, of equal ones,
+        up to rounding, the newest; and the cosine of the nearest, above 0 up to 1. None where there are none.
         """
-        rows = self._running.cosines()
+        rows = self.cosines()
         if rows is None:
             return None
         cosines = rows[0]
-        last = max(self._num - num, 0)
+        last = max(self.num_stored - num, 0)
         best, least = float(cosines.max()), float(np.partition(cosines, last)[last])
         slots = np.flatnonzero(cosines >= max(least - TIE, TIE))
         if len(slots) > num:  # several are as near as the last of them
@@ -186,7 +177,7 @@ class Match:
             equal = slots[is_equal]
             newest = equal[np.argsort(-self.collection.born[equal])]
             slots = np.sort(np.append(slots[~is_equal], newest)[:num])
-        return NearestMatrices(tuple(slots.tolist()), min(best, 1.0)) if len(slots) else None
+        return (tuple(slots.tolist()), min(best, 1.0)) if len(slots) else None
 
 
 # -- 4.5, 4.6: the predictor ------------------------------------------------------------------------------------------
@@ -351,11 +342,12 @@ class EAM(Predictor):
         nearest = entry.match.nearest(self._options.matches)
         if nearest is None:
             return False
-        self._matched = self._matched[0] + 1, self._matched[1] + nearest.cosine
-        if nearest.slots == entry.slots:
+        slots, cosine = nearest
+        self._matched = self._matched[0] + 1, self._matched[1] + cosine
+        if slots == entry.slots:
             return False
-        entry.slots = nearest.slots
-        entry.predicted = _shares(entry.match.collection.columns[:, :, list(nearest.slots)].sum(axis=2))
+        entry.slots = slots
+        entry.predicted = _shares(entry.match.collection.columns[:, :, list(slots)].sum(axis=2))
         return True
 
     def _predict(self, layers: Sequence[int]) -> Iterator[Prediction]:

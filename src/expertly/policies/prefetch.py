@@ -13,8 +13,7 @@ class PrefetchOrder(Policy, ABC):
     """Orders the prefetch queue. Made with its options."""
 
     family = "prefetch"
-    needs_probabilities: ClassVar[bool] = False
-    """Whether scores must be probabilities."""
+    needs_probabilities: ClassVar[bool] = False  # whether scores must be probabilities
 
     def __init__(self, options: Any = PolicyOptions()) -> None: ...
 
@@ -28,7 +27,6 @@ class PrefetchOrder(Policy, ABC):
         """The priority of an expert with this score, 1 or more layers before its layer runs: the highest is loaded
         first, of equal ones the one that was predicted first. Never falls as the score rises.
         """
-        ...
 
 
 class ByScore(PrefetchOrder):

@@ -39,9 +39,9 @@ _SEPARATORS = ",:="
 
 class Registry(Mapping[str, T], Generic[T]):
     """Parts of one kind by name. A name is looked up among what ships, then among the entry points of installed
-    distributions in `group`; a name with dots is then imported as the path of an object. So nothing installed changes
-    the meaning of a name that ships. Iterating goes over what ships and the entry points that load. Entry points are
-    read when first needed.
+    distributions in `group`, which are read when first needed; a name with dots is then imported as the path of an
+    object. So nothing installed changes the meaning of a name that ships. Iterating goes over what ships and the entry
+    points that load.
 
     Looking up a name that exists but cannot be loaded raises ConfigError with the reason, also with `in`; an unknown
     name is a KeyError.
@@ -68,10 +68,16 @@ class Registry(Mapping[str, T], Generic[T]):
             return self.built_in[name]
         if name in self._installed:
             entry, beginning = self._installed[name]
-            return self._checked(_guarded(entry.load, beginning, "cannot be loaded"), name, beginning)
-        if self.is_path(name):
-            return self._import(name)
-        raise KeyError(name)
+            loaded = _guarded(entry.load, beginning, "cannot be loaded")
+        elif self.is_path(name):
+            beginning = f"{self._part}={name!r:.200}"
+            loaded = self._import(name, beginning)
+        else:
+            raise KeyError(name)
+        if not self._accepts(loaded):
+            kind = f"the class {loaded.__name__}" if isinstance(loaded, type) else f"of type {type(loaded).__name__}"
+            raise ConfigError(f"{beginning}: is {kind}; accepted: {self._accepted}")
+        return self._adopt(loaded, name)
 
     def is_path(self, name: str) -> bool:
         """Whether looking up the name imports a module."""
@@ -115,33 +121,25 @@ class Registry(Mapping[str, T], Generic[T]):
         for entry in installed:
             words = f"{self._part}={entry.name!r} ({entry.value} of {_distribution(entry)})"
             if entry.name in self.built_in:
-                problem = "expertly has one of that name, which is used"
+                problems.append(f"{words}: expertly has one of that name, which is used")
             elif entry.name in entries:
-                problem = f"{_distribution(entries[entry.name][0])} has one of that name, which is used"
+                first = _distribution(entries[entry.name][0])
+                problems.append(f"{words}: {first} has one of that name, which is used")
             elif not entry.name or any(letter in _SEPARATORS or letter.isspace() for letter in entry.name):
-                problem = f"a name cannot hold blanks or any of {' '.join(_SEPARATORS)}"
+                problems.append(f"{words}: a name cannot hold blanks or any of {' '.join(_SEPARATORS)}")
             else:
                 entries[entry.name] = entry, words
-                continue
-            problems.append(f"{words}: {problem}")
         return entries, problems
 
-    def _import(self, path: str) -> T:
+    def _import(self, path: str, beginning: str) -> Any:
         module_name, _, name = path.rpartition(".")
-        beginning = f"{self._part}={path!r:.200}"
         module = _guarded(partial(import_module, module_name), beginning, f"{module_name!r:.200} cannot be imported")
         if not hasattr(module, name):
-            parts = [part for part, value in vars(module).items() if self._accepts(value)]
+            has = ", ".join(part for part, value in vars(module).items() if self._accepts(value))
             file = getattr(module, "__file__", None) or "built in"
-            has = ", ".join(parts) or "nothing of the kind"
-            raise ConfigError(f"{beginning}: {module_name!r} ({file}) has no {name!r}; it has {has}")
-        return self._checked(getattr(module, name), path, beginning)
-
-    def _checked(self, loaded: object, name: str, beginning: str) -> T:
-        if not self._accepts(loaded):
-            kind = f"the class {loaded.__name__}" if isinstance(loaded, type) else f"of type {type(loaded).__name__}"
-            raise ConfigError(f"{beginning}: is {kind}; accepted: {self._accepted}")
-        return self._adopt(loaded, name)  # type: ignore[arg-type]
+            lack = f"{module_name!r} ({file}) has no {name!r}; it has {has or 'nothing of the kind'}"
+            raise ConfigError(f"{beginning}: {lack}")
+        return getattr(module, name)
 
 
 def _guarded(load: Callable[[], Any], beginning: str, failure: str) -> Any:
@@ -163,16 +161,15 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text:.300}" if text else type(error).__name__
 
 
-class PolicyRegistry(Registry[type[P]], Generic[P]):
-    """The policies of one family: classes that extend `base` (Any, as it is abstract in most), by name."""
+def _of_policies(base: Any, group: str, built_in: Sequence[type[P]]) -> Registry[type[P]]:
+    """The policies of one family: classes that extend `base`, by name."""
 
-    def __init__(self, base: Any, group: str, built_in: Sequence[type[P]]) -> None:
-        def accepts(loaded: object) -> bool:
-            is_policy = isinstance(loaded, type) and issubclass(loaded, base) and not inspect.isabstract(loaded)
-            return is_policy and is_dataclass(getattr(loaded, "options", None))
+    def accepts(loaded: object) -> bool:
+        is_policy = isinstance(loaded, type) and issubclass(loaded, base) and not inspect.isabstract(loaded)
+        return is_policy and is_dataclass(getattr(loaded, "options", None))
 
-        accepted = f"a class that extends {base.__name__}, whose options are a dataclass"
-        super().__init__(base.family, group, {policy.name: policy for policy in built_in}, accepts, accepted)
+    accepted = f"a class that extends {base.__name__}, whose options are a dataclass"
+    return Registry(base.family, group, {policy.name: policy for policy in built_in}, accepts, accepted)
 
 
 class OrNone(Collection[str]):
@@ -191,15 +188,15 @@ class OrNone(Collection[str]):
         return 1 + len(self._registry)
 
 
-EVICTIONS: PolicyRegistry[EvictionPolicy] = PolicyRegistry(
+EVICTIONS: Registry[type[EvictionPolicy]] = _of_policies(
     EvictionPolicy, "expertly.evictions", (LRU, LFU, LCP, Static, FMoEEviction, EAMEviction, Reuse)
 )
-PREDICTORS: PolicyRegistry[Predictor] = PolicyRegistry(
+PREDICTORS: Registry[type[Predictor]] = _of_policies(
     Predictor, "expertly.predictors", (Lookahead, Speculative, Learned, FMoE, EAM)
 )
-ALLOCATIONS: PolicyRegistry[Allocation] = PolicyRegistry(
+ALLOCATIONS: Registry[type[Allocation]] = _of_policies(
     Allocation, "expertly.allocations", (Uniform, SplitExperts, MoEpic)
 )
-PREFETCHES: PolicyRegistry[PrefetchOrder] = PolicyRegistry(
+PREFETCHES: Registry[type[PrefetchOrder]] = _of_policies(
     PrefetchOrder, "expertly.prefetches", (ByScore, FirstIn, ByProximity)
 )

@@ -24,9 +24,12 @@ def inverse_root(squares: Numbers) -> Floats:
 
 
 class RunningCosines:
-    """Cosines of T rows to n stored passes, which grow by a layer at a time: each costs one product."""
+    """Cosines of T rows to n stored passes, which grow by a layer at a time, each for one product; valid until what is
+    stored changes.
+    """
 
     def __init__(self, num_rows: int, num_stored: int) -> None:
+        self.num_stored = num_stored
         self._dots: Floats = np.zeros((num_rows, num_stored), np.float32)
         self._squares = np.zeros(num_rows)  # squared lengths of the rows, over the layers so far
         self._stored_squares = np.zeros(num_stored)
@@ -46,7 +49,7 @@ class RunningCosines:
         """[T, n]; `stored_squares` [n]: of all layers, in place of those so far. None where nothing is stored, a row is
         not finite, or all rows are zero.
         """
-        if not self._dots.shape[1] or not np.isfinite(self._squares).all() or not self._squares.any():
+        if not self.num_stored or not np.isfinite(self._squares).all() or not self._squares.any():
             return None
         if self._inverse is None:
             self._inverse = inverse_root(self._stored_squares)

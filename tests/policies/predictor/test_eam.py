@@ -65,9 +65,10 @@ def test_in_lock_step_with_the_formulas(capacity: int, num_tokens: int, layers: 
                     assert found is None
                     continue
                 assert found is not None
-                assert list(found.slots) == sorted(int(by_age[at]) for at in wanted)
+                slots, nearest = found
+                assert list(slots) == sorted(int(by_age[at]) for at in wanted)
                 best = max(cosine(total[seen], matrix[seen]) for matrix in naive.matrices)
-                assert found.cosine == pytest.approx(best, abs=1e-6) and found.cosine <= 1
+                assert nearest == pytest.approx(best, abs=1e-6) and nearest <= 1
 
 
 # -- the predictor ---------------------------------------------------------------------------------------------------

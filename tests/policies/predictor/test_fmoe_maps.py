@@ -136,12 +136,12 @@ def test_incremental_cosines_are_those_of_the_whole(num_maps: int, num_rows: int
     for _ in range(2):  # buffers are used again
         rows = ragged_scores(dice, num_rows)
         search = Search(store, num_rows)
-        assert search.trajectory() is None
+        assert search.cosines() is None
         seen = []
         for layer in layers:
             search.observe(layer, np.ascontiguousarray(rows[:, layer, : SIZES[layer]]))
             seen.append(layer)
-            found = search.trajectory()
+            found = search.cosines()
             if num_rows == 1 and not rows[:, seen].any():
                 assert found is None
                 continue
@@ -149,7 +149,7 @@ def test_incremental_cosines_are_those_of_the_whole(num_maps: int, num_rows: int
             maps = store.maps[seen, : store.num_maps].transpose(1, 0, 2)
             np.testing.assert_allclose(found, cosines(rows[:, seen], maps), atol=1e-5)
         rows[:, [layer for layer in range(LAYERS) if layer not in seen]] = 0
-        whole = search.of_all_layers()
+        whole = search.cosines(store.squares[:, : store.num_maps].sum(axis=0))
         assert whole is not None
         maps = store.maps[:, : store.num_maps].transpose(1, 0, 2)
         np.testing.assert_allclose(whole, cosines(rows, maps), atol=1e-5)
@@ -158,12 +158,12 @@ def test_incremental_cosines_are_those_of_the_whole(num_maps: int, num_rows: int
 def test_nothing_is_like_an_empty_store_or_a_row_of_zeros() -> None:
     search = Search(MapStore(RAGGED, 10), 1)
     search.observe(0, np.full((1, EXPERTS), 1 / EXPERTS, np.float32))
-    assert search.trajectory() is None
+    assert search.cosines() is None
     assert search.semantic(np.ones((1, HIDDEN), np.float32)) is None
     search = Search(filled(np.random.default_rng(0), 5, has_embeddings=False), 1)
     assert search.semantic(np.ones((1, HIDDEN), np.float32)) is None
     search.observe(0, np.zeros((1, EXPERTS), np.float32))
-    assert search.trajectory() is None
+    assert search.cosines() is None
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
@@ -172,23 +172,22 @@ def test_of_equally_near_maps_the_newest_is_taken(num_rows: int) -> None:
     store = filled(dice, 90)  # more than it holds: rows are not in the order of their age
     same, embedding = random_scores(dice, 1, LAYERS, EXPERTS), dice.standard_normal((1, HIDDEN), np.float32)
     where = []
-    slots = dice.permutation(50)[:12]
+    equal = dice.permutation(50)[:12]
     state = {name: array.copy() for name, array in store.state().items()}
-    state["maps"][:, slots] = same.transpose(1, 0, 2)
-    state["embeddings"][slots] = embedding / np.linalg.norm(embedding)
+    state["maps"][:, equal] = same.transpose(1, 0, 2)
+    state["embeddings"][equal] = embedding / np.linalg.norm(embedding)
     store = MapStore(RAGGED, 50)
     store.restore(state)
-    newest = int(slots[state["born"][slots].argmax()])
+    newest = int(equal[state["born"][equal].argmax()])
     search = Search(store, num_rows)
     semantic = search.semantic(np.repeat(embedding, num_rows, axis=0))
     assert semantic is not None
     where.append(search.nearest(semantic))
     for layer in range(LAYERS):
         search.observe(layer, np.repeat(same[:, layer], num_rows, axis=0))
-        trajectory = search.trajectory()
+        trajectory = search.cosines()
         assert trajectory is not None
         where.append(search.nearest(trajectory))
-    for nearest in where:
-        assert [*nearest.slots] == [newest] * num_rows
-        assert nearest.scores == pytest.approx([1] * num_rows, abs=1e-5)
-        assert max(nearest.scores) <= 1
+    for slots, scores in where:
+        assert [*slots] == [newest] * num_rows
+        assert scores == pytest.approx([1] * num_rows, abs=1e-5) and max(scores) <= 1

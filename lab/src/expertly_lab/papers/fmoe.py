@@ -92,14 +92,14 @@ def matched(store: MapStore, rows: History, kind: str) -> tuple[Floats, Floats]:
         ahead, cosines = layer, search.semantics
         if kind == "trajectory":
             search.observe(layer, rows.scores[:, layer])
-            ahead, cosines = layer + DISTANCE, search.trajectory()
+            ahead, cosines = layer + DISTANCE, search.cosines()
         elif cosines is None and rows.embedding is not None:
             cosines = search.semantic(rows.embedding)
         if ahead >= num_layers or cosines is None:
             break
-        nearest = search.nearest(cosines)
-        named = np.argsort(-store.maps[ahead, nearest.slots], axis=1, kind="stable")[:, :top_k]
-        similar.append(nearest.scores)
+        slots, scores = search.nearest(cosines)
+        named = np.argsort(-store.maps[ahead, slots], axis=1, kind="stable")[:, :top_k]
+        similar.append(scores)
         right.append((rows.experts[:, ahead, :, None] == named[:, None]).any(axis=2).mean(axis=1))
     return np.mean(similar, axis=0), np.mean(right, axis=0)
 
