@@ -85,7 +85,7 @@ class Disk:
         def open_file(path: Path) -> SimpleNamespace:
             fd = os.open(__file__, os.O_RDONLY)  # which nobody writes to
             layers[fd] = int(path.name)
-            unchanged = {"fd": fd, "about": os.fstat(fd), "close": lambda: os.close(fd)}
+            unchanged = {"fd": fd, "about": os.fstat(fd), "is_changed": lambda: False, "close": lambda: os.close(fd)}
             return SimpleNamespace(path=path, direct_fd=-1, alignment=512, **unchanged)
 
         patch.setattr(transfer, "ExpertFile", open_file)

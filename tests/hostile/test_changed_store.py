@@ -161,7 +161,7 @@ def test_a_block_that_changes_unseen_is_found_within_64_reads_of_it(
     segments: int, is_prefetch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a disk changes it. Reads of it are counted from then on; it is read whole, or in parts, among others."""
-    monkeypatch.setattr(Readers, "_changed", lambda *args: None)
+    monkeypatch.setattr(Readers, "_compare_changed", lambda *args: None)
     store = write_store(tmp_path / "m")
     geometry, dice = store.geometry(segments), random.Random(segments)
     nbytes, num_experts = geometry.segment_nbytes(0), geometry.layers[0].num_experts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from expertly.core.messages import Span
 from expertly.engine.device import Device, DeviceKind
 from expertly.engine.memory import available_host_nbytes
 from expertly.engine.reading import ExtentSource, HostPool
-from expertly.engine.transfer import Readers, slot_bytes
+from expertly.engine.transfer import Readers
 from expertly.scheduler.budget import class_segment_nbytes
 
 
@@ -29,7 +28,7 @@ class CpuDevice:
         self.host_memory: str | None = None
         self._pool = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype)
         self.rows = self._pool.rows
-        self._readers = readers = Readers(store, geometry, partial(slot_bytes, self._pool.slots))
+        self._readers = readers = Readers(store, geometry, self._pool.slot_bytes)
         self.submit, self.prefetch, self.cancel = readers.submit, readers.prefetch, readers.cancel
         self.poll, self.drain, self.stats = readers.poll, readers.drain, readers.stats
         self.waits: list[tuple[Any, Any]] = []

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,7 +24,7 @@ from expertly.core.units import format_nbytes
 from expertly.engine.device import Device, DeviceKind
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.reading import ExtentSource, HostPool, layer_rows
-from expertly.engine.transfer import LOOK_EVERY_S, Readers, slot_bytes
+from expertly.engine.transfer import LOOK_EVERY_S, Readers
 from expertly.policies.lru import LRU
 from expertly.scheduler.budget import class_segment_nbytes, split_budget
 from expertly.scheduler.cache import Partition
@@ -412,7 +411,7 @@ class HostTier:
                 except OSError as error:
                     self.pinning = f"pageable; {error}"
             opened.callback(streams.synchronize)
-            self.readers = Readers(store, geometry, partial(slot_bytes, self.pool.slots), arrived=streams.wake)
+            self.readers = Readers(store, geometry, self.pool.slot_bytes, arrived=streams.wake)
             opened.callback(self.readers.close)
             self._opened = opened.pop_all()
 

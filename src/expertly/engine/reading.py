@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from expertly.core.geometry import Geometry
+from expertly.core.messages import Span
 from expertly.store.packed import LayerFile
 
 
@@ -30,15 +31,11 @@ class HostPool:
         self, geometry: Geometry, slots_per_class: Sequence[int], segment_nbytes: Sequence[int], dtype: torch.dtype
     ) -> None:
         """Raises OSError where the system does not give so much."""
-        self.regions: list[torch.Tensor] = []
+        sizes = [num * nbytes for num, nbytes in zip(slots_per_class, segment_nbytes, strict=True)]
+        self.regions = [_mapped(max(size, mmap.PAGESIZE)) for size in sizes]
         """The memory as bytes, one region a size class."""
-        flats: list[torch.Tensor] = []
-        for num_slots, nbytes in zip(slots_per_class, segment_nbytes, strict=True):
-            size = num_slots * nbytes
-            self.regions.append(_mapped(max(size, mmap.PAGESIZE)))
-            flats.append(self.regions[-1][:size])
-        self.slots = [(self.regions[c].numpy().data, segment_nbytes[c]) for c in geometry.size_classes]
-        """Of each layer the memory, and the bytes of a slot."""
+        self._slots = [(self.regions[c].numpy().data, segment_nbytes[c]) for c in geometry.size_classes]
+        flats = [region[:size] for region, size in zip(self.regions, sizes, strict=True)]
         self._rows = [layer_rows(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
 
     def rows(self, layer: int) -> torch.Tensor:
@@ -47,10 +44,14 @@ class HostPool:
         """
         return self._rows[layer]
 
+    def slot_bytes(self, span: Span) -> memoryview:
+        """The bytes of a span's slots."""
+        memory, nbytes = self._slots[span.layer]
+        return memory[span.slot * nbytes : (span.slot + span.num_segments) * nbytes]
+
     def close(self) -> None:
         """Drop the memory. Idempotent."""
-        self.regions, self._rows = [], []
-        self.slots.clear()
+        self.regions, self._slots, self._rows = [], [], []
 
 
 def _mapped(nbytes: int) -> torch.Tensor:

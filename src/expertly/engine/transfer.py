@@ -25,14 +25,14 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import NUM_READERS
 from expertly.engine.reading import ExtentSource
-from expertly.store.reader import ExpertFile, is_changed
+from expertly.store.reader import ExpertFile
 
 LOOK_EVERY_S = 1.0
 """A thread that waits for another checks this often whether that one still runs."""
 
 _WAIT_NS = 100_000_000
 """So long a call of the library may last: signals are handled between calls."""
-_DAMAGED, _TRUNCATED = -1, -2
+_DAMAGED, _TRUNCATED, _UNREAD = -1, -2, -3
 _LEAST_BLOCK_NBYTES = 241
 """That the library can compare."""
 _VERSION = 1
@@ -52,10 +52,10 @@ class _Request(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """As `result_t` of readers.c: `error` is an errno, _DAMAGED or _TRUNCATED, or of a _PlainTeam what was raised."""
+    """As `result_t` of readers.c: `error` is an errno, or _DAMAGED, _TRUNCATED or _UNREAD."""
 
     tag: int
-    error: int | TransferError = 0
+    error: int = 0
     offset: int = 0
     nbytes: int = 0
     buffered_nbytes: int = 0
@@ -65,7 +65,7 @@ class _Result(NamedTuple):
     expected: int = 0
 
 
-class Layer:
+class _Layer:
     """A layer's file of experts, and its checksums."""
 
     def __init__(self, store: ExtentSource, number: int, geometry: Geometry) -> None:
@@ -87,10 +87,10 @@ class Layer:
         times = [about.st_size, about.st_mtime_ns, about.st_ctime_ns]
         return [file.fd, file.direct_fd, file.alignment, self.begin, self.expert_nbytes, *checks, *times]
 
-    def damage(self, place: int, first: int, checksum: int, expected: int) -> TransferError:
+    def damage(self, place: int, first: int, checksum: int, expected: int) -> str:
         low, high = first // self.segment_nbytes, (first + self.block_nbytes - 1) // self.segment_nbytes
         segments = f"segment {low}" if low == high else f"segments {low} to {high}"
-        return TransferError(
+        return (
             f"{self.file.path}: layer {self.number}, expert {place}, {segments}: checksum {checksum:016x}, but it was "
             f"packed with {expected:016x}: damaged; remove the store and pack again"
         )
@@ -112,29 +112,20 @@ class Layer:
                 again_nbytes += block
             checksum, expected = xxhash.xxh3_64_intdigest(part), int(self.sums[place, number])
             if checksum != expected:
-                raise self.damage(place, begin, checksum, expected)
+                raise TransferError(self.damage(place, begin, checksum, expected))
             self.left[place, number] = self.every - 1
         return again_nbytes
-
-    def compare_all(self) -> None:
-        """Read all of the file, and compare it. Raises TransferError."""
-        self.left[:] = 0
-        buffer = memoryview(bytearray(self.expert_nbytes))
-        for place in range(len(self.sums)):
-            self.file.read_into(self.begin + place * self.expert_nbytes, buffer)
-            self.compare_due(place, 0, buffer)
 
 
 class _CompiledTeam:
     """Threads of the library. `arrived` is called, in a thread of this one's, when there is something to take."""
 
-    def __init__(self, layers: Sequence[Layer], num_readers: int, arrived: Callable[[], None] | None) -> None:
+    def __init__(self, layers: Sequence[_Layer], num_readers: int, arrived: Callable[[], None] | None) -> None:
         """Raises TransferError where threads cannot be started."""
         library = _library()
         assert library is not None
         self._call = library
-        self._process = os.getpid()  # a forked child has none of the threads, of which one may hold the lock
-        self._layers = array("q", [number for layer in layers for number in layer.fields()])  # the threads' as well
+        self._layers = array("q", chain.from_iterable(layer.fields() for layer in layers))  # the threads' as well
         self._team = self._call.open(num_readers, self._layers.buffer_info()[0], None)
         if not self._team:
             raise TransferError("the threads that read experts cannot be started")
@@ -153,8 +144,6 @@ class _CompiledTeam:
         """Tags, `most` of them, of the prefetches of a layer (-1: of all) that had not begun; the others of it are
         loads from now on.
         """
-        if os.getpid() != self._process:
-            return ()
         tags = array("q", bytes(8 * most))
         return tags[: self._call.cancel(self._team, layer, tags.buffer_info()[0])]
 
@@ -164,27 +153,18 @@ class _CompiledTeam:
             return None
         return _Result(*self._result)
 
-    def refresh(self, layer: Layer) -> None:
-        """`layer.file.about` is another; nothing is in flight."""
-        fields = array("q", layer.fields())
-        self._layers[layer.number * len(fields) : (layer.number + 1) * len(fields)] = fields
-
     def drain(self) -> _Result:
         """Drop what has not begun, and results. Returns what was read and nobody took, and `nbytes` of spans of which
         nothing was read.
         """
-        if os.getpid() != self._process:
-            return _Result(0)
         self._call.drain(self._team, self._result.buffer_info()[0])
         return _Result(*self._result)
 
     def close(self) -> None:
-        team, self._team = self._team, None
-        if team and os.getpid() == self._process:
-            self._call.hush(team)
-            if self._teller is not None and self._teller is not threading.current_thread():
-                self._teller.join()
-            self._call.close(team)
+        self._call.hush(self._team)
+        if self._teller is not None and self._teller is not threading.current_thread():
+            self._teller.join()
+        self._call.close(self._team)
 
     def _tell(self, arrived: Callable[[], None]) -> None:
         seen, team = 0, self._team
@@ -194,10 +174,9 @@ class _CompiledTeam:
 
 
 class _PlainTeam:
-    """Who takes a span reads it: without a compiled library, or of blocks that are too small for it."""
+    """Nobody reads, without a compiled library, or of blocks that are too small for it: who takes a span does."""
 
-    def __init__(self, layers: Sequence[Layer], arrived: Callable[[], None] | None) -> None:
-        self._layers = layers
+    def __init__(self, arrived: Callable[[], None] | None) -> None:
         self._arrived = arrived
         self._loads: list[_Request] = []
         self._prefetches: list[_Request] = []
@@ -214,33 +193,15 @@ class _PlainTeam:
 
     def take(self, timeout_ns: int) -> _Result | None:
         queue = self._loads or self._prefetches
-        if not queue:
-            return None
-        tag, number, place, first, nbytes, address = queue.pop(0)
-        layer, buffer = self._layers[number], memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-        try:
-            is_direct = layer.file.read_into(layer.begin + place * layer.expert_nbytes + first, buffer)
-            again_nbytes = layer.compare_due(place, first, buffer)
-        except TransferError as error:
-            return _Result(tag, error)
-        is_now_another = is_changed(layer.file.about, os.fstat(layer.file.fd))
-        return _Result(tag, 0, 0, 0, 0 if is_direct else nbytes, again_nbytes, is_now_another)
-
-    def refresh(self, layer: Layer) -> None:
-        """It reads `layer.file.about` itself."""
+        return _Result(queue.pop(0).tag, _UNREAD) if queue else None
 
     def drain(self) -> _Result:
-        loads, self._loads = self._loads, []
-        return _Result(0, nbytes=sum(request.nbytes for request in loads))
+        dropped = sum(request.nbytes for request in self._loads)
+        self._loads.clear()
+        return _Result(0, nbytes=dropped)
 
     def close(self) -> None:
         """It has no threads."""
-
-
-def slot_bytes(slots: Sequence[tuple[memoryview, int]], span: Span) -> memoryview:
-    """The bytes of a span's slots, from `HostPool.slots`."""
-    memory, nbytes = slots[span.layer]
-    return memory[span.slot * nbytes : (span.slot + span.num_segments) * nbytes]
 
 
 class Readers:
@@ -262,9 +223,10 @@ class Readers:
         something for `poll`. Raises StoreError where a file cannot be opened.
         """
         self._buffer_of = buffer_of
-        self._layers: list[Layer] = []
+        self._layers: list[_Layer] = []
         self._tag = 0  # the last
         self._spans: dict[int, Span] = {}  # in flight, by tag
+        self._process = os.getpid()  # a forked child has none of the threads, of which one may hold the lock
         self.asked_nbytes = 0
         """To be read from disk for all spans, without those cancelled before they began."""
         self.again_nbytes = 0
@@ -274,11 +236,11 @@ class Readers:
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_files)
             for number in range(geometry.num_layers):
-                self._layers.append(Layer(store, number, geometry))
+                self._layers.append(_Layer(store, number, geometry))
             sizes = {layer.block_nbytes for layer in self._layers} - {0}
             self._team: _CompiledTeam | _PlainTeam
             if _library() is None or min(sizes, default=_LEAST_BLOCK_NBYTES) < _LEAST_BLOCK_NBYTES:
-                self._team = _PlainTeam(self._layers, arrived)
+                self._team = _PlainTeam(arrived)
             else:
                 self._team = _CompiledTeam(self._layers, num_readers, arrived)
             undo.pop_all()
@@ -329,9 +291,7 @@ class Readers:
         return self._arrived(result)
 
     def drain(self) -> None:
-        """Drop what has not begun, wait for all other reads, and forget results and errors. After an interrupt in here,
-        call it again.
-        """
+        """Drop what has not begun, wait for all other reads, and forget results and errors."""
         self.cancel()
         dropped = self._team.drain()
         self._spans.clear()
@@ -346,8 +306,9 @@ class Readers:
     def close(self) -> None:
         """End the threads and close the files. Idempotent."""
         if self._layers:
-            self.drain()
-            self._team.close()
+            if os.getpid() == self._process:
+                self.drain()
+                self._team.close()
             self._close_files()
 
     def _close_files(self) -> None:
@@ -356,54 +317,55 @@ class Readers:
 
     def _arrived(self, result: _Result) -> Span:
         span = self._spans.pop(result.tag)
+        layer = self._layers[span.layer]
+        if result.error == _UNREAD:
+            result = self._read(span, layer)
         self.buffered_nbytes += result.buffered_nbytes
         self.again_nbytes += result.again_nbytes
-        layer = self._layers[span.layer]
         if result.error:
-            raise self._error(span, result)
+            raise TransferError(_explained(span, layer, result))
         if result.is_changed:
-            self._changed(span, os.fstat(layer.file.fd))
+            self._compare_changed(span, layer)
         return span
 
-    def _error(self, span: Span, result: _Result) -> TransferError:
-        layer = self._layers[span.layer]
-        path = layer.file.path
-        if isinstance(result.error, TransferError):
-            message = str(result.error)
-        elif result.error == _TRUNCATED:
-            message = f"{path}: ends at offset {result.offset}, {result.nbytes} bytes short: truncated"
-        elif result.error == _DAMAGED:
-            sums = (result.checksum & (1 << 64) - 1, result.expected & (1 << 64) - 1)
-            message = str(layer.damage(layer.places[span.expert], result.offset, *sums))
-        else:
-            why = os.strerror(result.error)
-            message = f"{path}: reading {result.nbytes} bytes at offset {result.offset} failed ({why})"
-        if is_changed(layer.file.about, os.fstat(layer.file.fd)):
-            message = f"{path}: {_CHANGED}: {message}"
-        return TransferError(message)
+    def _read(self, span: Span, layer: _Layer) -> _Result:
+        buffer, place, first = self._buffer_of(span), layer.places[span.expert], span.segment * layer.segment_nbytes
+        is_direct = layer.file.read_into(layer.begin + place * layer.expert_nbytes + first, buffer)
+        again_nbytes, is_now_another = layer.compare_due(place, first, buffer), layer.file.is_changed()
+        buffered_nbytes = 0 if is_direct else len(buffer)
+        return _Result(0, buffered_nbytes=buffered_nbytes, again_nbytes=again_nbytes, is_changed=is_now_another)
 
-    def _changed(self, span: Span, now: os.stat_result) -> None:
-        """The file that a span was read from is `now` another. If it was written to, all of its bytes are compared, and
-        these. Raises TransferError naming the file where they are others.
+    def _compare_changed(self, span: Span, layer: _Layer) -> None:
+        """The file that a span was read from is another than was opened, or may have been written to: all that is read
+        of it from then on is compared. Raises TransferError naming the file where that cannot be, or shows damage.
         """
-        layer = self._layers[span.layer]
-        file, before = layer.file, layer.file.about
-        if now.st_size != before.st_size:
-            sizes = f"{before.st_size} bytes then, {now.st_size} now" + ", truncated" * (now.st_size < before.st_size)
-            raise TransferError(f"{file.path}: {_CHANGED} ({sizes}); restore it, or remove the store and pack again")
+        path, before, now = layer.file.path, layer.file.about.st_size, os.fstat(layer.file.fd).st_size
+        if now != before:
+            sizes = f"{before} bytes then, {now} now" + ", truncated" * (now < before)
+            raise TransferError(f"{path}: {_CHANGED} ({sizes}); restore it, or remove the store and pack again")
+        if not layer.block_nbytes:
+            unsure = "it has no checksums, or they are not compared: load the model again"
+            raise TransferError(f"{path}: {_CHANGED}: {unsure}")
+        place = layer.places[span.expert]
+        layer.left[place] = 0
         try:
-            if not layer.block_nbytes:
-                raise TransferError("it has no checksums, or they are not compared: load the model again")
-            if now.st_mtime_ns != before.st_mtime_ns:  # else it may only have another name, or none any more
-                layer.compare_all()
-            layer.left[:] = 0
-            place, first = layer.places[span.expert], span.segment * layer.segment_nbytes
-            layer.compare_due(place, first, self._buffer_of(span))
+            layer.compare_due(place, span.segment * layer.segment_nbytes, self._buffer_of(span))
         except TransferError as error:
-            raise TransferError(f"{file.path}: {_CHANGED}: {error}") from None
-        if not self._spans:
-            file.about = now
-            self._team.refresh(layer)
+            raise TransferError(f"{path}: {_CHANGED}: {error}") from None
+
+
+def _explained(span: Span, layer: _Layer, result: _Result) -> str:
+    """What a read met."""
+    path = layer.file.path
+    if result.error == _TRUNCATED:
+        message = f"{path}: ends at offset {result.offset}, {result.nbytes} bytes short: truncated"
+    elif result.error == _DAMAGED:
+        sums = (result.checksum & (1 << 64) - 1, result.expected & (1 << 64) - 1)
+        message = layer.damage(layer.places[span.expert], result.offset, *sums)
+    else:
+        reason = os.strerror(result.error)
+        message = f"{path}: reading {result.nbytes} bytes at offset {result.offset} failed ({reason})"
+    return f"{path}: {_CHANGED}: {message}" if layer.file.is_changed() else message
 
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64

@@ -67,6 +67,10 @@ class ExpertFile:
             return False
         return not len(buffer) or ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % self.alignment == 0
 
+    def is_changed(self) -> bool:
+        """Whether what was opened has been replaced, or may have been written to."""
+        return is_changed(self.about, os.fstat(self.fd))
+
     def close(self) -> None:
         """Idempotent. No read may be under way."""
         for fd in (self.fd, self.direct_fd):
