@@ -223,9 +223,9 @@ class WatchedDevice(CudaDevice):
 
     def used(self, spans: Sequence[Span]) -> None:
         for _ in spans[1:]:  # each is a kernel
-            self._streams.mark_compute()
+            self.streams.mark_compute()
         super().used(spans)
-        streams, blocks = self._streams, self._geometry.blocks_per_segment(spans[0].layer)
+        streams, blocks = self.streams, self._geometry.blocks_per_segment(spans[0].layer)
         if isinstance(streams, Accelerator):
             for span in spans:
                 streams.reads(self.rows(span.layer)[span.slot * blocks : (span.slot + span.num_segments) * blocks])

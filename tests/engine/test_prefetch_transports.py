@@ -40,7 +40,7 @@ SHARES = (0.4, 0.5, 0.6, 0.7, 0.8)
 class WatchedDevice(CudaDevice):
     """Asserts what a copy finds before it on the stream."""
 
-    _streams: RandomStreams
+    streams: RandomStreams
 
     def watch(self, most: int) -> WatchedDevice:
         """`most`: prefetched segments on the stream at a time."""
@@ -50,7 +50,7 @@ class WatchedDevice(CudaDevice):
         return self
 
     def _copy(self, transfer: Any, source: Span) -> None:
-        has_run = self._streams.has_run
+        has_run = self.streams.has_run
         num_before = sum(not has_run(mark) for mark in self.prefetches)
         assert num_before <= self.most, "so many prefetched segments are on the stream at a time"
         if transfer.is_prefetch:

@@ -10,6 +10,8 @@ import expertly
 from expertly.api import handle
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.engine.step_times import StepTimes
+from expertly.scheduler.budget import split_budget
+from expertly.scheduler.systems import get_system
 from tests.engine.conftest import Cases
 from tests.engine.observe import recorded_decisions
 from tests.families import generate
@@ -49,16 +51,19 @@ def test_no_token_changes_when_what_is_kept_does_in_the_middle_of_a_generation(f
 
 
 def test_times_of_a_step_are_what_lies_between() -> None:
-    """Attention: 7 and 5 ns before layers 0 and 1. Experts: 30 - 10 and 40. The head: 9. A segment: 25 in layer 0."""
-    times = StepTimes(SHAPE)
-    for begin, is_decode in ((1000, False), (2000, True), (2091, True), (9000, False), (9500, True)):
-        times.begin(begin)
-        times.ran(0, is_decode, 10, 30, begin + 37)
-        assert times.is_known == (begin > 2091)
-        times.ran(1, is_decode, 0, 40, begin + 82)
-        if begin == 2091:
-            times.loaded(0, 2, 50, has_waited=True)
-            times.loaded(1, 2, 500, has_waited=False)
+    """Two steps of 100 ns, 9 apart: 30 - 10 and 40 in experts, the rest in two dense parts; 20 ns for 40 bytes."""
+    scheduler = get_system("lru").scheduler(SHAPE, split_budget(SHAPE, SHAPE.nbytes // 2))
+    times = StepTimes(scheduler)
+    times.passed(False, 0, 1000)
+    for begin_ns in (2000, 2109):
+        assert not times.is_known
+        for layer, (expert_ns, stall_ns) in zip(scheduler.counters, ((30, 10), (40, 0)), strict=True):
+            layer.decode.expert_ns += expert_ns
+            layer.decode.stall_ns += stall_ns
+            layer.decode.loaded_nbytes += 30
+            layer.decode.prefetched_nbytes += 10
+        times.passed(True, begin_ns, begin_ns + 100)
+    assert times.is_known
     timing = times.timing()
-    assert (timing.attention_ns, timing.moe_ns, timing.head_ns) == ((7, 5), (20, 40), 9)
-    assert timing.load_ns == (100, 100), "layer 1 never waited: it loads as fast"
+    assert (timing.attention_ns, timing.moe_ns, timing.head_ns) == ((15, 15), (20, 40), 9)
+    assert timing.load_ns == (SHAPE.layers[0].expert_nbytes // 4,) * 2

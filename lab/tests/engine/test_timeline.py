@@ -54,9 +54,9 @@ class AcceleratedLink:
         tier = device.tier
         for layer, shape in enumerate(geometry.layers):  # the host has all experts before anything runs
             for expert in range(shape.num_experts):
-                found = tier.request(Span(layer, expert, 0, geometry.segments_per_expert, 0))
-                assert found is not None
-                for _ in found[1]:
+                transfer = cuda.Transfer(Span(layer, expert, 0, geometry.segments_per_expert, 0))
+                assert tier.request(transfer) is not None
+                for _ in range(transfer.num_reads):
                     tier.arrived(tier.readers.wait())
 
     @property
@@ -218,7 +218,7 @@ def test_the_copy_thread_goes_on_while_the_forward_thread_sleeps(monkeypatch: py
     device, disk = bench_of(ThreadStreams(0.001), 8, monkeypatch)
     device.prefetch([Span(0, expert, 0, 1, 8 + expert) for expert in range(8)])
     for _ in range(2000):
-        if len(device._landed) == 8:
+        if sum(device.streams.is_past(transfer.mark) for transfer in device._under_way.on_stream) == 8:
             break
         time.sleep(0.005)
     for _ in range(8):

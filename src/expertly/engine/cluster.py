@@ -132,6 +132,7 @@ class Cluster:
         self.placement = placement
         self.geometry = placement.geometry
         self.shard = shard
+        shard.begins_early = False  # which experts are here is known with the choice
         self.remotes = remotes
         self.settle, self.note_times = shard.settle, shard.note_times
 
@@ -148,7 +149,6 @@ class Cluster:
     def run_layer(
         self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None, early: Early | None = None
     ) -> tuple[torch.Tensor, Waits]:
-        assert early is None, "which experts are here is known with the choice"
         shard, layer, is_behind = self.shard, work.router.layer, self.shard.device.queues_uses
         own, *away = (
             part_of(work, share.router(work.router), share.experts[layer], hidden.device)

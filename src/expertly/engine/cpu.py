@@ -21,11 +21,12 @@ from expertly.scheduler.budget import class_segment_nbytes
 class CpuDevice:
     """Computing is synchronous: a span can be used once it is read, and its slots are free once `compute` returns."""
 
+    queues_uses = False
+    host_memory: str | None = None
+
     def __init__(self, store: ExtentSource, geometry: Geometry, slots_per_class: list[int], dtype: torch.dtype) -> None:
         self.torch_device = torch.device("cpu")
         self.dtype = dtype
-        self.queues_uses = False
-        self.host_memory: str | None = None
         self._pool = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype)
         self.rows = self._pool.rows
         self._readers = readers = Readers(store, geometry, self._pool.slot_bytes)

@@ -35,25 +35,37 @@ AHEAD_NBYTES = 8 << 20
 copy thread to wake up, and a load finds a third of a millisecond of PCIe 4 before it, or one segment.
 """
 
-_STAGED_IDS, _STAGED_VALUES = 1 << 12, 1 << 16
-"""Most values of a tensor for which pinned memory is kept, some for each number of values: of the choices of a few
-tokens, and of their hidden states or outputs.
-"""
+_MAX_STAGED = 1 << 12
+"""Most values for which pinned memory is kept, some for each number of them: the choices of a few tokens."""
 
 _WAKE = object()
 
 # -- the device ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Transfer:
-    """A device span under way: the host spans it still waits for, and the mark behind its last copy."""
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A device span under way."""
 
     span: Span
     is_prefetch: bool = False
     was_read: bool = False  # from disk, for this transfer
-    waits_for: set[Span] = field(default_factory=set)
-    mark: Any = None
+    num_reads: int = 0  # host spans that it still waits for
+    mark: Any = None  # behind its last copy
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """Transfers by what comes next for them; `HostTier.loading` has those that are being read."""
+
+    needed: deque[Transfer] = field(default_factory=deque)  # loads for which the host tier has no room yet
+    copying: deque[Transfer] = field(default_factory=deque)  # loads whose last copy is queued
+    prefetches: deque[Transfer] = field(default_factory=deque)  # not asked of the host tier, or it had no room
+    in_host: deque[Transfer] = field(default_factory=deque)  # prefetches that it has, and may yet evict for a load
+    on_stream: deque[Transfer] = field(default_factory=deque)  # prefetches that are being copied, or have been
+    load_mark: Any = None  # behind the last copy of a load
+    watched: Any = None  # the mark of kernels behind which the next prefetch begins
+    failure: Exception | None = None  # of what went on by itself
 
 
 class CudaDevice:
@@ -67,6 +79,8 @@ class CudaDevice:
     forward thread does. Both do so under one lock, which neither holds while it waits for the device.
     """
 
+    queues_uses = True
+
     def __init__(
         self,
         device: torch.device,
@@ -78,34 +92,19 @@ class CudaDevice:
         host_nbytes: int,
     ) -> None:
         """`host_nbytes`: RAM, pinned where the system allows it."""
-        self.torch_device = device
-        self.dtype = dtype
-        self.queues_uses = True
+        self.torch_device, self.dtype = device, dtype
         self.waits: list[tuple[Any, Any]] = []
+        self.streams = streams
         self.stamp, self.between_ns, self.to_host = streams.stamp, streams.between_ns, streams.to_host
-        self.to_host_later, self.reach = streams.to_host_later, streams.reach
-        self.wait_for = streams.wait_for
-        self._streams = streams
         self._geometry = geometry
         sizes = zip(slots_per_class, class_segment_nbytes(geometry), strict=True)
         flats = [torch.empty(num * nbytes, dtype=torch.uint8, device=device) for num, nbytes in sizes]
         self._rows = [layer_rows(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
         made = streams.mark_compute()  # their memory may be what kernels that are still queued read last
         self._last_use: list[dict[int, Any]] = [dict.fromkeys(range(count), made) for count in slots_per_class]
-        self._lock = threading.RLock()  # re-entrant: a garbage collection may close another model's device
-        self._changed = threading.Condition(self._lock)  # entered by the lock: `with lock` is atomic for an interrupt
-        self._waiting: dict[Span, _Transfer] = {}  # by host span being read
-        self._copying: deque[_Transfer] = deque()  # loads whose last copy is queued
-        self._needed: deque[_Transfer] = deque()  # loads for which the host tier has no room yet
-        self._load_mark: Any = None  # behind the last copy of a load
-        self._prefetches: deque[_Transfer] = deque()  # not asked of the host tier, or it had no room
-        self._in_host: deque[_Transfer] = deque()  # prefetches that the host tier has, and may yet evict for a load
-        self._on_stream: deque[_Transfer] = deque()  # prefetches that are being copied
-        self._landed: deque[Span] = deque()  # prefetches that have been
-        self._watched: Any = None  # the mark of kernels behind which the next prefetch begins
-        self._failure: Exception | None = None  # of what went on by itself
-        self._copied_nbytes = 0
-        self._hit_nbytes = 0
+        self._changed = threading.Condition()  # re-entrant: a garbage collection may close another model's device
+        self._under_way = _UnderWay()
+        self._nbytes = {"host_hit_nbytes": 0, "copied_nbytes": 0}
         self.tier = HostTier(streams, store, geometry, host_nbytes, dtype)
         self.host_memory: str | None = self.tier.pinning
         streams.watch(self._ended)
@@ -114,235 +113,214 @@ class CudaDevice:
         return self._rows[layer]
 
     def begin(self) -> None:
-        if self._streams.is_capturing():
+        if self.streams.is_capturing():
             raise ModelUseError("CUDA graphs cannot capture experts whose weights come and go; call the model eagerly")
 
     def submit(self, spans: Sequence[Span]) -> None:
         """Copy what the host has at once; the rest when it has been read."""
-        with self._lock:
-            self._needed.extend([_Transfer(span) for span in spans])
+        with self._changed:
+            self._under_way.needed.extend([Transfer(span) for span in spans])
             self._start()
 
     def prefetch(self, spans: Sequence[Span]) -> None:
-        with self._lock:
+        with self._changed:
             for span in spans:
                 assert span.num_segments == 1, "a load never waits for more than a segment"
-                self._prefetches.append(_Transfer(span, is_prefetch=True))
+                self._under_way.prefetches.append(Transfer(span, is_prefetch=True))
             self._begin_prefetches()
 
     def cancel(self, layer: int) -> list[Span]:
         """What is neither being read nor copied has not begun."""
-        with self._lock:
-            queued = [transfer for transfer in (*self._in_host, *self._prefetches) if transfer.span.layer == layer]
-            self._in_host = deque(transfer for transfer in self._in_host if transfer.span.layer != layer)
-            self._prefetches = deque(transfer for transfer in self._prefetches if transfer.span.layer != layer)
-            queued += [self._waiting.pop(host_span) for host_span in self.tier.cancel(layer)]
-            for transfer in self._waiting.values():
+        with self._changed:
+            way = self._under_way
+            cancelled = [transfer for transfer in (*way.in_host, *way.prefetches) if transfer.span.layer == layer]
+            way.in_host = deque(transfer for transfer in way.in_host if transfer.span.layer != layer)
+            way.prefetches = deque(transfer for transfer in way.prefetches if transfer.span.layer != layer)
+            cancelled += self.tier.cancel(layer)
+            for transfer in self.tier.loading.values():
                 if transfer.span.layer == layer:
                     transfer.is_prefetch = False
-            self._promote([transfer for transfer in self._on_stream if transfer.span.layer == layer])
-        return [transfer.span for transfer in queued]
+            self._promote([transfer for transfer in way.on_stream if transfer.span.layer == layer])
+        return [transfer.span for transfer in cancelled]
 
     def poll(self) -> Span | None:
-        with self._lock:
+        with self._changed:
             self._advance()
-            if self._landed:
-                return self._landed.popleft()
-            if self._copying and self._streams.is_past(self._copying[0].mark):
-                return self._copying.popleft().span
-        return None
+            transfer = self._next()
+            if transfer is None and (copying := self._under_way.copying) and self.streams.is_past(copying[0].mark):
+                transfer = copying.popleft()
+        return None if transfer is None else transfer.span
 
     def wait(self) -> Span:
         """The next span whose copy has been queued: the compute stream waits for it, the host does not."""
         begin: Any = None
-        with self._lock:
+        with self._changed:
             self._advance()
-            while not (self._landed or self._copying):
-                is_awaited = bool(self._needed) or not all(transfer.is_prefetch for transfer in self._waiting.values())
+            way = self._under_way
+            while (transfer := self._next() or (way.copying.popleft() if way.copying else None)) is None:
+                is_awaited = bool(way.needed) or not all(each.is_prefetch for each in self.tier.loading.values())
                 if is_awaited or not self._promote_next():
-                    begin = self._streams.stamp() if begin is None else begin
-                    self._streams.block(self._changed)
+                    begin = self.stamp() if begin is None else begin
+                    self.streams.block(self._changed)
                 self._advance()
-            if self._landed:
-                span, mark = self._landed.popleft(), None
-            else:
-                transfer = self._copying.popleft()
-                span, mark = transfer.span, transfer.mark
-        if mark is not None and not self._streams.is_past(mark):
-            begin = self._streams.stamp() if begin is None else begin
-            self._streams.hold_compute(mark)
+        if not self.streams.is_past(transfer.mark):
+            begin = self.stamp() if begin is None else begin
+            self.streams.hold_compute(transfer.mark)
         if begin is not None:
-            self.waits.append((begin, self._streams.stamp()))
-        return span
+            self.waits.append((begin, self.stamp()))
+        return transfer.span
 
     def used(self, spans: Sequence[Span]) -> None:
-        mark = self._streams.mark_compute()
+        mark = self.streams.mark_compute()
         uses = self._last_use[self._geometry.size_classes[spans[0].layer]]
-        with self._lock:
+        with self._changed:
             for span in spans:
                 uses.update(dict.fromkeys(range(span.slot, span.slot + span.num_segments), mark))
 
     def drain(self) -> None:
-        with self._lock:
-            for queue in (self._copying, self._needed, self._prefetches, self._in_host, self._on_stream, self._landed):
-                queue.clear()
-            self._waiting.clear()
-            self._load_mark = self._watched = None
+        with self._changed:
             self.tier.abandon()
-            self._failure = None
+            self._under_way = _UnderWay()
 
     def stats(self) -> dict[str, int]:
         """What its readers moved; bytes of host memory's hits, and of copies; how often the forward thread waited."""
-        return {
-            **self.tier.readers.stats(),
-            "host_hit_nbytes": self._hit_nbytes,
-            "copied_nbytes": self._copied_nbytes,
-            "synchronisations": self._streams.num_synchronised,
-        }
+        return {**self.tier.readers.stats(), **self._nbytes, "synchronisations": self.streams.num_synchronised}
 
     def close(self) -> None:
         self._rows = []
         self.waits = []
-        self._streams.close()
+        self.streams.close()
         self.tier.close()
 
     # -- what goes on by itself, under the lock ------------------------------------------------------------------------
 
     def _ended(self) -> None:
         """In the copy thread: a copy or a read has ended."""
-        with self._lock:
-            if self._failure is None:
+        with self._changed:
+            if self._under_way.failure is None:
                 try:
                     self._go_on()
                 except Exception as error:  # a thread's entry: the forward thread raises it
-                    self._failure = error
+                    self._under_way.failure = error
             self._changed.notify_all()
 
     def _advance(self) -> None:
         """Raises what a read or a copy raised."""
-        if self._failure is not None:
-            raise self._failure
+        if self._under_way.failure is not None:
+            raise self._under_way.failure
         self._go_on()
 
     def _go_on(self) -> None:
-        while self._waiting and (host_span := self.tier.readers.poll()) is not None:
+        while self.tier.loading and (host_span := self.tier.readers.poll()) is not None:
             self._read(host_span)
-        if self._needed:
+        if self._under_way.needed:
             self._start()
-        while self._on_stream and self._streams.is_past(self._on_stream[0].mark):
-            self._landed.append(self._on_stream.popleft().span)
         self._begin_prefetches()
+
+    def _next(self) -> Transfer | None:
+        """A prefetch that has been copied."""
+        on_stream = self._under_way.on_stream
+        return on_stream.popleft() if on_stream and self.streams.is_past(on_stream[0].mark) else None
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Begin what waits for room in the host tier."""
-        while self._needed:
-            request = self.tier.request(self._needed[0].span)
-            if request is None:
-                if not self._recall():
+        way = self._under_way
+        while way.needed:
+            here = self.tier.request(way.needed[0])
+            if here is None:
+                recalled = self.tier.cancel()  # the room of prefetches whose reads have not begun
+                way.prefetches.extendleft(reversed(recalled))
+                if not recalled:
                     return
                 continue
-            transfer = self._needed.popleft()
-            found, reads = request
-            self._await(transfer, reads)
-            self._copy_found(transfer, found)
-            if not reads:
-                self._copying.append(transfer)
-
-    def _await(self, transfer: _Transfer, reads: Sequence[Span]) -> None:
-        transfer.waits_for = set(reads)
-        self._waiting.update(dict.fromkeys(reads, transfer))
-
-    def _recall(self) -> bool:
-        """Take the host tier's room back from prefetches whose reads have not begun; whether there was any."""
-        recalled = [self._waiting.pop(host_span) for host_span in self.tier.cancel()]
-        for transfer in reversed(recalled):
-            transfer.waits_for.clear()
-            self._prefetches.appendleft(transfer)
-        return bool(recalled)
+            transfer = way.needed.popleft()
+            self._copy_all(transfer, here)
+            if not transfer.num_reads:
+                way.copying.append(transfer)
 
     def _read(self, host_span: Span) -> None:
-        self.tier.arrived(host_span)
-        transfer = self._waiting.pop(host_span)
-        transfer.waits_for.remove(host_span)
+        transfer = self.tier.arrived(host_span)
         if transfer.is_prefetch:
-            self._in_host.append(transfer)
+            self._under_way.in_host.append(transfer)
         else:
             self._copy(transfer, host_span)
-            if not transfer.waits_for:
-                self._copying.append(transfer)
+            if not transfer.num_reads:
+                self._under_way.copying.append(transfer)
         self._start()
 
     # -- prefetches ----------------------------------------------------------------------------------------------------
 
     def _begin_prefetches(self) -> None:
         """Ask the host tier for prefetches, and copy what it has while the stream is free."""
-        spared = {self.tier.expert(transfer.span) for transfer in self._in_host}
-        while self._prefetches and not self._needed:
-            request = self.tier.request(self._prefetches[0].span, True, spared)
-            if request is None:
+        way = self._under_way
+        spared = {self.tier.expert(transfer.span) for transfer in way.in_host}
+        while way.prefetches and not way.needed:
+            transfer = way.prefetches[0]
+            if self.tier.request(transfer, spared) is None:
                 break
-            transfer, (_, reads) = self._prefetches.popleft(), request
-            if reads:
-                transfer.was_read = True
-                self._await(transfer, reads)
-            else:
+            way.prefetches.popleft()
+            transfer.was_read = transfer.num_reads > 0
+            if not transfer.num_reads:
                 spared.add(self.tier.expert(transfer.span))
-                self._in_host.append(transfer)
-        while self._in_host and self._is_stream_free() and self._begin_copy():
+                way.in_host.append(transfer)
+        while way.in_host and self._is_stream_free() and self._begin_copy():
             pass
 
     def _begin_copy(self) -> bool:
         """Queue the next copy of a prefetch, unless kernels still read the slots it goes to; whether to go on."""
-        transfer = self._in_host[0]
-        found = self.tier.find(transfer.span)
-        if not found:  # a load has taken its room
-            transfer.was_read = False
-            self._prefetches.appendleft(self._in_host.popleft())
+        way, transfer = self._under_way, self._under_way.in_host[0]
+        here = self.tier.find(transfer.span)
+        if not here:  # a load has taken its room
+            way.prefetches.appendleft(way.in_host.popleft())
             return True
         for mark in self._uses_of(transfer.span):
-            if not self._streams.is_past(mark):
-                if self._watched is not mark:
-                    self._watched = mark
-                    self._streams.notice(mark)
+            if not self.streams.is_past(mark):
+                if way.watched is not mark:
+                    way.watched = mark
+                    self.streams.notice(mark)
                 return False
-        self._on_stream.append(self._in_host.popleft())
-        self._copy_found(transfer, found)
+        way.on_stream.append(way.in_host.popleft())
+        self._copy_all(transfer, here)
         return True
 
     def _is_stream_free(self) -> bool:
         """No load is queued on the copy stream or being copied, and not many prefetches are."""
-        if self._load_mark is not None:
-            if not self._streams.is_past(self._load_mark):
+        way, is_past = self._under_way, self.streams.is_past
+        if way.load_mark is not None:
+            if not is_past(way.load_mark):
                 return False
-            self._load_mark = None
-        return not self._on_stream or sum(self._nbytes(transfer.span) for transfer in self._on_stream) < AHEAD_NBYTES
+            way.load_mark = None
+        coming = [transfer.span for transfer in way.on_stream if not is_past(transfer.mark)]
+        return not coming or sum(map(self._span_nbytes, coming)) < AHEAD_NBYTES
 
-    def _promote(self, transfers: Sequence[_Transfer]) -> None:
+    def _promote(self, transfers: Sequence[Transfer]) -> None:
         """Somebody waits for these prefetches, which are on the stream."""
+        way = self._under_way
         for transfer in transfers:
-            self._on_stream.remove(transfer)
-        self._copying.extendleft(reversed(transfers))  # they were queued before all loads that have not run
-        if transfers and self._load_mark is None:
-            self._load_mark = transfers[-1].mark
+            way.on_stream.remove(transfer)
+        way.copying.extendleft(reversed(transfers))  # they were queued before all loads that have not run
+        if transfers and way.load_mark is None:
+            way.load_mark = transfers[-1].mark
 
     def _promote_next(self) -> bool:
         """Go on with the next prefetch as with a load; False where it is being read."""
-        if self._on_stream:
-            self._promote([self._on_stream[0]])
+        way = self._under_way
+        if way.on_stream:
+            self._promote([way.on_stream[0]])
             return True
-        queue = self._in_host or (None if self._waiting else self._prefetches)
+        queue = way.in_host or (None if self.tier.loading else way.prefetches)
         if not queue:
             return False
-        self._needed.append(queue.popleft())
-        self._needed[-1].is_prefetch = False
+        way.needed.append(queue.popleft())
+        way.needed[-1].is_prefetch = False
         self._start()
         return True
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
-    def _copy(self, transfer: _Transfer, source: Span) -> None:
+    def _copy(self, transfer: Transfer, source: Span) -> None:
         """Queue the copy of a host span into its part of the device span, after the last use of those slots."""
         layer, span = source.layer, transfer.span
         blocks = self._geometry.blocks_per_segment(layer)
@@ -352,26 +330,25 @@ class CudaDevice:
         after = list({id(mark): mark for s in slots if (mark := uses.pop(s, None)) is not None}.values())
         target = self._rows[layer][slot * blocks : (slot + source.num_segments) * blocks]
         rows = self.tier.pool.rows(layer)[source.slot * blocks : (source.slot + source.num_segments) * blocks]
-        self._copied_nbytes += self._nbytes(source)
-        transfer.mark = self._streams.copy(target, rows, after)
+        self._nbytes["copied_nbytes"] += self._span_nbytes(source)
+        transfer.mark = self.streams.copy(target, rows, after)
         self.tier.copied(source, transfer.mark)
         if not transfer.is_prefetch:
-            self._load_mark = transfer.mark
+            self._under_way.load_mark = transfer.mark
 
-    def _copy_found(self, transfer: _Transfer, found: Sequence[Span]) -> None:
+    def _copy_all(self, transfer: Transfer, sources: Sequence[Span]) -> None:
         """Copy what the host tier had: a hit, unless it was read for this transfer."""
-        for host_span in found:
-            self._copy(transfer, host_span)
-            if not transfer.was_read:
-                self._hit_nbytes += self._nbytes(host_span)
+        for source in sources:
+            self._copy(transfer, source)
+            self._nbytes["host_hit_nbytes"] += 0 if transfer.was_read else self._span_nbytes(source)
+
+    def _span_nbytes(self, span: Span) -> int:
+        return span.num_segments * self._geometry.segment_nbytes(span.layer)
 
     def _uses_of(self, span: Span) -> list[Any]:
         """Marks behind the kernels that read the span's slots last."""
         uses = self._last_use[self._geometry.size_classes[span.layer]]
         return [uses[slot] for slot in range(span.slot, span.slot + span.num_segments) if slot in uses]
-
-    def _nbytes(self, span: Span) -> int:
-        return span.num_segments * self._geometry.segment_nbytes(span.layer)
 
 
 # -- the RAM behind it ---------------------------------------------------------------------------------------------
@@ -380,6 +357,8 @@ class CudaDevice:
 class HostTier:
     """Brings the segments of a device span into host slots. Its spans carry host slots, not device slots. An
     expert is not evicted while a copy out of its slots may still be running.
+
+    It is no second Scheduler, whose plans are for one running layer: here transfers of several layers are under way.
     """
 
     def __init__(
@@ -389,17 +368,15 @@ class HostTier:
             slots = split_budget(geometry, memory_nbytes).pool_slots()
         except BudgetError as error:
             raise BudgetError(f"host_{error}") from None
-        slot_nbytes = class_segment_nbytes(geometry)
-        self.memory_nbytes = sum(num * nbytes for num, nbytes in zip(slots, slot_nbytes, strict=True))
-        """Of all its slots."""
+        self.loading: dict[Span, Transfer] = {}
+        """Host spans that are being read, and for which transfer."""
         self._geometry = geometry
         self._slots = SlotTable(geometry, slots)
         self._caches = [Partition(num_slots, LRU()) for num_slots in slots]
         self._streams = streams
-        self._loading: dict[Span, None] = {}
         self._copied: dict[int, Any] = {}  # expert id -> mark of the last copy out of its slots, in their order
         with contextlib.ExitStack() as opened:  # closed from the last to the first
-            self.pool = HostPool(geometry, slots, slot_nbytes, dtype)
+            self.pool = HostPool(geometry, slots, class_segment_nbytes(geometry), dtype)
             opened.callback(self.pool.close)
             self.pinning = "registered"
             """How it is page-locked. From memory that is not, copies are slower and make who queues them wait."""
@@ -415,49 +392,47 @@ class HostTier:
             opened.callback(self.readers.close)
             self._opened = opened.pop_all()
 
-    def request(
-        self, wanted: Span, is_prefetch: bool = False, spared: Collection[int] = ()
-    ) -> tuple[list[Span], list[Span]] | None:
-        """(host spans that are here, host spans now to be read) of a device span; None: no room until reads or copies
-        end.
-
-        `is_prefetch`: read behind all others, and have room only where nothing must be waited for and no expert of
-        `spared` (ids) goes.
+    def request(self, transfer: Transfer, spared: Collection[int] = ()) -> list[Span] | None:
+        """The host spans of a transfer that are here; what is not is read from now on. None: no room until reads or
+        copies end. A prefetch is read behind all others, and has room only where nothing must be waited for and no
+        expert of `spared` (ids) goes.
         """
-        slots = self._slots
-        units, eid = slots.units_of(wanted), self.expert(wanted)
-        cache = self._caches[self._geometry.size_classes[wanted.layer]]
+        slots, is_prefetch = self._slots, transfer.is_prefetch
+        units, eid = slots.units_of(transfer.span), self.expert(transfer.span)
+        cache = self._caches[self._geometry.size_classes[transfer.span.layer]]
         resident = [unit for unit in units if slots.state[unit] == RESIDENT]
         missing = [unit for unit in units if slots.state[unit] == ABSENT]
         assert len(resident) + len(missing) == len(units), "a device span is asked for once"
         if missing:
-            if not self._make_room(cache, len(missing), eid, is_prefetch, spared):
+            if not self._make_room(cache, len(missing), {eid, *spared}, is_prefetch):
                 return None
             cache.keep(eid, missing)
         cache.policy.used([eid], [1], 1)
-        found = slots.spans(resident) if resident else []
         reads = slots.allocate(missing, LOADING) if missing else []
-        self._loading.update(dict.fromkeys(reads))
-        (self.readers.prefetch if is_prefetch else self.readers.submit)(reads)
-        return found, reads
+        transfer.num_reads = len(reads)
+        self.loading.update(dict.fromkeys(reads, transfer))
+        self.readers.submit(reads, is_prefetch=is_prefetch)
+        return slots.spans(resident) if resident else []
 
     def find(self, wanted: Span) -> list[Span]:
         """The host spans of a device span that is here; none where a part of it is not."""
         units = self._slots.units_of(wanted)
         return self._slots.spans(units) if all(self._slots.state[unit] == RESIDENT for unit in units) else []
 
-    def cancel(self, layer: int | None = None) -> list[Span]:
-        """Give up prefetched host spans of this layer, or all, that no reader has begun."""
-        cancelled = self.readers.cancel(layer)
-        for span in cancelled:
-            del self._loading[span]
+    def cancel(self, layer: int | None = None) -> list[Transfer]:
+        """Give up prefetches of this layer, or all, that no reader has begun."""
+        cancelled = []
+        for span in self.readers.cancel(layer):
+            cancelled.append(self.loading.pop(span))
             self._release(span)
         return cancelled
 
-    def arrived(self, span: Span) -> None:
-        """A host span has been read."""
-        del self._loading[span]
+    def arrived(self, span: Span) -> Transfer:
+        """A host span has been read; for which transfer."""
         self._slots.arrived(span)
+        transfer = self.loading.pop(span)
+        transfer.num_reads -= 1
+        return transfer
 
     def copied(self, span: Span, mark: Any) -> None:
         """A copy of a host span has been queued before this mark."""
@@ -468,12 +443,11 @@ class HostTier:
     def abandon(self) -> None:
         """Nothing is read or copied any more; what had not arrived is absent again."""
         self.readers.drain()
-        for span in self._loading:
+        for span in self.loading:
             self._release(span)
-        self._loading.clear()
+        self.loading.clear()
         self._streams.synchronize()
         self._copied.clear()
-        self.check()  # an interrupt in the middle of a decision shows here
 
     def close(self) -> None:
         """Free threads, files and memory. Idempotent."""
@@ -492,7 +466,7 @@ class HostTier:
         for cache in self._caches:
             assert cache.num_kept == sum(map(len, cache.kept.values())) <= cache.capacity
             kept += [unit for units in cache.kept.values() for unit in units]
-        loading = sorted(unit for span in self._loading for unit in slots.units_of(span))
+        loading = sorted(unit for span in self.loading for unit in slots.units_of(span))
         assert loading == [unit for unit, state in enumerate(slots.state) if state == LOADING]
         assert sorted(kept) == [unit for unit, state in enumerate(slots.state) if state != ABSENT]
 
@@ -505,19 +479,16 @@ class HostTier:
         self._caches[self._geometry.size_classes[span.layer]].drop(self.expert(span), units)
         self._slots.release(units)
 
-    def _make_room(
-        self, cache: Partition, num_segments: int, wanted: int, is_prefetch: bool, spared: Collection[int]
-    ) -> bool:
+    def _make_room(self, cache: Partition, num_segments: int, spared: Collection[int], is_prefetch: bool) -> bool:
         short = num_segments - cache.room
         if short <= 0:
             return True
         while self._copied and self._streams.is_past(next(iter(self._copied.values()))):
             del self._copied[next(iter(self._copied))]
-        protected = {wanted, *spared, *self._copied, *map(self.expert, self._loading)}
+        protected = {*spared, *self._copied, *map(self.expert, self.loading)}
         victims, lacking = cache.victims(short, protected, whole=False)
         if lacking:
-            is_full = is_prefetch or self._loading or self._copied
-            assert is_full, "the host tier holds at least one token's experts"
+            assert is_prefetch or self.loading or self._copied, "the host tier holds at least one token's experts"
             return False
         for eid, units in victims:
             cache.drop(eid, units)
@@ -588,7 +559,7 @@ class CudaStreams(CopyThread):
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self._device = torch.device(device.type, index)
         self._copy_stream = torch.Stream(self._device)
-        self._staging: dict[tuple[torch.dtype, int, bool], torch.Tensor] = {}  # pinned, see `_pinned`
+        self._staging: dict[tuple[torch.dtype, int], torch.Tensor] = {}  # pinned, by their number
 
     def is_capturing(self) -> bool:
         """Whether what is queued on the compute stream is recorded instead of run."""
@@ -621,15 +592,20 @@ class CudaStreams(CopyThread):
 
     def to_host(self, values: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, until the next call. The host waits for nothing but what makes these values."""
-        here, done = self.to_host_later(values, _STAGED_IDS)
+        on_host, done = self.to_host_later(values)
         self.wait_for(done)
-        return here
+        return on_host
 
-    def to_host_later(self, values: torch.Tensor, most: int = _STAGED_VALUES) -> tuple[torch.Tensor, Any]:
+    def to_host_later(self, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """The same without waiting: a copy that is there once the mark is reached."""
-        here = self._pinned(values, most)
-        here.copy_(values, non_blocking=True)
-        return here, self.mark_compute()
+        key = values.dtype, values.numel()
+        staging = self._staging.get(key)
+        if staging is None:
+            staging = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)
+            if values.numel() <= _MAX_STAGED:
+                self._staging[key] = staging
+        on_host = staging.view(values.shape).copy_(values, non_blocking=True)
+        return on_host, self.mark_compute()
 
     def wait_for(self, mark: Any) -> None:
         """Wait for a mark, in the forward thread."""
@@ -639,16 +615,6 @@ class CudaStreams(CopyThread):
     def reach(self, mark: Any) -> None:
         """Wait for a mark of the compute stream, in any thread."""
         mark.synchronize()
-
-    def _pinned(self, values: torch.Tensor, most: int) -> torch.Tensor:
-        """Pinned memory for such values, the same for equal numbers of them from one side, up to `most`."""
-        key = values.dtype, values.numel(), values.is_cpu
-        staging = self._staging.get(key)
-        if staging is None:
-            staging = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)
-            if values.numel() <= most:
-                self._staging[key] = staging
-        return staging.view(values.shape)
 
     def synchronize(self) -> None:
         """Wait for everything queued on any stream of the device: the forward pass may have had others."""
@@ -716,8 +682,7 @@ class _Cuda(DeviceKind):
     def check(self, device: torch.device) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or accelerator.type != device.type:
-            why = "this machine (or this torch) has no CUDA device"
-            raise ConfigError(f"device={str(device)!r}: {why}; accepted: cpu")
+            raise ConfigError(f"device={str(device)!r}: this machine (or this torch) has no CUDA device; accepted: cpu")
         count = torch.accelerator.device_count()
         if device.index is not None and device.index >= count:
             accepted = ", ".join(f"cuda:{i}" for i in range(count))

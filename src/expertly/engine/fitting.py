@@ -9,9 +9,8 @@ from expertly.core.errors import CheckpointError
 from expertly.core.geometry import Geometry
 from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes, format_share
-from expertly.engine.compute import expert_nbytes_at_once
 from expertly.engine.device import choose_device, kind_of
-from expertly.engine.memory import BESIDE_NBYTES, DEFAULT_CONTEXT, WORKING_NBYTES, kv_cache_nbytes, pass_nbytes
+from expertly.engine.memory import DEFAULT_CONTEXT, beside_layers
 from expertly.engine.process import rss_nbytes
 from expertly.model.hub import HubModel, split_name
 from expertly.model.needs import ModelNeeds, needs_of
@@ -23,13 +22,9 @@ from expertly.store.manifest import ITEMSIZE
 
 def left_for_experts(needs: ModelNeeds, memory_nbytes: int, *, runs_on_host: bool) -> int:
     """What of so much memory the rest of the model and 4096 tokens leave; below 0 where they do not fit."""
-    itemsize = ITEMSIZE[needs.dtype]
-    per_token = kv_cache_nbytes(needs.config, 1, itemsize)
-    beside = needs.decoded_dense_nbytes + WORKING_NBYTES
-    if runs_on_host:
-        beside = needs.dense_nbytes + BESIDE_NBYTES + rss_nbytes() + max(map(expert_nbytes_at_once, needs.layers))
-        per_token += pass_nbytes(needs.config, itemsize)
-    return memory_nbytes - beside - DEFAULT_CONTEXT * per_token
+    dense, taken = (needs.dense_nbytes, rss_nbytes()) if runs_on_host else (needs.decoded_dense_nbytes, 0)
+    beside = beside_layers(needs.layers, needs.config, dense, ITEMSIZE[needs.dtype], runs_on_host=runs_on_host)
+    return memory_nbytes - taken - dense - beside.fixed_nbytes - beside.of_tokens(0, DEFAULT_CONTEXT)
 
 
 def with_quantisation(
@@ -42,17 +37,11 @@ def with_quantisation(
     `device`, `total_memory`: see `expertly.load`. Raises CheckpointError where none is of a model that runs,
     ConfigError for an option.
     """
-    if model is None or os.path.exists(os.path.expanduser(model)) or local_folder(model) or split_name(model)[1]:
+    hub = None if model is None else _on_hub(model)
+    if model is None or hub is None or not hub.is_quantised:
         return model
-    try:
-        kept = HubModel.cached(split_name(model)[0])
-        if kept is not None and kept.has_safetensors:
-            return model  # without asking the hub
-        hub = HubModel.look_up(model)
-    except CheckpointError:
-        return model  # a store of it may be here
     usable = [quantisation for quantisation in quantisations(hub.ggufs) if not quantisation.problem]
-    if not hub.is_quantised or not usable:
+    if not usable:
         return model
     if (store := store_alone(model)) is not None:
         return str(store)
@@ -71,6 +60,19 @@ def with_quantisation(
         ", ".join(quantisation.name for quantisation in usable),
     )
     return f"{model}:{chosen.name}"
+
+
+def _on_hub(model: str) -> HubModel | None:
+    """The repository of a model that names no quantisation; None where it is here, or has safetensors, or no answer."""
+    if os.path.exists(os.path.expanduser(model)) or local_folder(model) or split_name(model)[1]:
+        return None
+    try:
+        kept = HubModel.cached(split_name(model)[0])
+        if kept is not None and kept.has_safetensors:
+            return None  # without asking the hub
+        return HubModel.look_up(model)
+    except CheckpointError:  # a store of it may be here
+        return None
 
 
 def _fitting(model: str, usable: list[Quantisation], memory: int, *, runs_on_host: bool) -> tuple[Quantisation, float]:

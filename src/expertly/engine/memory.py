@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from expertly.core.errors import BudgetError, ConfigError
-from expertly.core.geometry import Geometry
+from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes, format_share
 from expertly.engine.compute import expert_nbytes_at_once
@@ -242,15 +243,21 @@ def _available(target: torch.device, total: str | int | None) -> tuple[int, str]
 
 def beside_experts(store: PackedStore, itemsize: int, target: torch.device) -> BesideExperts:
     """What a packed model needs beside experts on a device."""
-    config = store.config
-    cache, runs_on_host = kv_cache_nbytes(config, 1, itemsize), kind_of(target).runs_on_host
-    dense = store.dense_nbytes
+    dense, runs_on_host = store.dense_nbytes, kind_of(target).runs_on_host
     if store.manifest.dense_formats and choose_kernels(runs_on_host=runs_on_host).library is None:
         dense = sum(store.dense_by_format(is_decoded=True).values())
+    return beside_layers(store.manifest.layers, store.config, dense, itemsize, runs_on_host=runs_on_host)
+
+
+def beside_layers(
+    layers: Sequence[LayerGeometry], config: dict[str, Any], dense_nbytes: int, itemsize: int, *, runs_on_host: bool
+) -> BesideExperts:
+    """What a model of such experts needs beside them."""
+    cache = kv_cache_nbytes(config, 1, itemsize)
     if not runs_on_host:
-        return BesideExperts(dense, WORKING_NBYTES, cache)
-    fixed = BESIDE_NBYTES + max(map(expert_nbytes_at_once, store.manifest.layers), default=0)
-    return BesideExperts(dense, fixed, cache, pass_nbytes(config, itemsize))
+        return BesideExperts(dense_nbytes, WORKING_NBYTES, cache)
+    fixed = BESIDE_NBYTES + max(map(expert_nbytes_at_once, layers), default=0)
+    return BesideExperts(dense_nbytes, fixed, cache, pass_nbytes(config, itemsize))
 
 
 def _text_of(config: dict[str, Any]) -> dict[str, Any]:

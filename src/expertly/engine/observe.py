@@ -6,7 +6,6 @@ T rows without pads, E experts, K top-k, H hidden, D distances looked ahead.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -141,17 +140,32 @@ class Collector:
             if router is not None:
                 router.detach()
 
-    # -- in the forward pass -----------------------------------------------------------------------------------
-
     def begin(self, info: IterationInfo) -> Callable[[], Began] | None:
         """A pass begins. None where all rows are pads."""
-        self._seen = {}
-        self._info = None
+        self._seen, self._info = {}, None
         requests, is_real = self._requests.of_rows(info), None if info.is_pad is None else ~info.is_pad
         if is_real is not None and not is_real.any():
             return None
         self._info, self._is_real = info, is_real
-        return partial(self._began, info, requests, is_real)
+
+        def began() -> Began:
+            embedding = None
+            if "embedding" in self._wants:
+                if info.embeddings is not None:
+                    embedding = _cut(info.embeddings, is_real)
+                elif info.token_ids is not None:
+                    with torch.no_grad():
+                        embedding = saturated_half(self._embed(_cut(info.token_ids, is_real)))
+            token_ids = info.token_ids if "token_ids" in self._wants else None
+            return Began(
+                _read_only(_cut(requests, is_real)),
+                _read_only(_cut(info.is_prefill, is_real)),
+                None if embedding is None else _read_only(embedding.astype(np.float32)),
+                info.layers,
+                None if token_ids is None else _read_only(_cut(token_ids, is_real)),
+            )
+
+        return began
 
     def routed(
         self, ran: RouterRan, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -159,71 +173,42 @@ class Collector:
         """A router has chosen experts [T, K] with weights [T, K]. None where nobody observes the pass, or the layer has
         other rows than it.
         """
-        seen = self._seen.pop(ran.layer, None)
-        if self._info is None or len(top_k_index) != len(self._info.is_prefill):
+        inputs, logits = self._seen.pop(ran.layer, (None, None))
+        info, is_real, wants, layer = self._info, self._is_real, self._wants, ran.layer
+        if info is None or len(top_k_index) != len(info.is_prefill):
             return None
-        if seen is not None and len(seen[1]) != len(top_k_index):
-            seen = None
-        return partial(self._routed, ran, top_k_index, top_k_weights, seen, self._is_real, self._info)
+        if logits is not None and len(logits) != len(top_k_index):
+            inputs = logits = None
+
+        def routed() -> Routed:
+            experts = scores = router_inputs = lookahead = None
+            if wants & {"experts", "scores"}:
+                experts = _read_only(_cut(top_k_index.cpu().numpy(), is_real))
+            if "scores" in wants:
+                assert experts is not None
+                router = self._routers[layer]
+                if logits is None or router is None:  # only the router's choice is known
+                    weights = _cut(saturated_half(top_k_weights.detach()), is_real).astype(np.float32)
+                    scores = scores_of_choices(experts, weights, self._layers[layer].num_experts)
+                else:
+                    scores = _cut(router.normalised(logits).half().cpu().numpy(), is_real).astype(np.float32)
+                _read_only(scores)
+            if inputs is not None:
+                rows = inputs if is_real is None else inputs[torch.from_numpy(is_real).to(inputs.device)]
+                if "inputs" in wants:
+                    router_inputs = _read_only(saturated_half(rows).astype(np.float32))
+                if "lookahead" in wants:
+                    lookahead = _read_only(self._look_ahead(layer, rows, info))
+            return Routed(ran, experts, scores, lookahead, router_inputs)
+
+        return routed
 
     def end(self) -> None:
-        self._info = None
-        self._seen = {}
+        self._seen, self._info = {}, None
 
     def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
         kept = inputs.detach().clone() if self._wants & {"lookahead", "inputs"} else None
         self._seen[layer] = kept, logits.detach()
-
-    # -- where the observation is used ----------------------------------------------------------------------------
-
-    def _began(self, info: IterationInfo, requests: npt.NDArray[np.int64], is_real: Mask | None) -> Began:
-        embedding = None
-        if "embedding" in self._wants:
-            if info.embeddings is not None:
-                embedding = _cut(info.embeddings, is_real)
-            elif info.token_ids is not None:
-                with torch.no_grad():
-                    embedding = saturated_half(self._embed(_cut(info.token_ids, is_real)))
-        token_ids = info.token_ids if "token_ids" in self._wants else None
-        return Began(
-            _read_only(_cut(requests, is_real)),
-            _read_only(_cut(info.is_prefill, is_real)),
-            None if embedding is None else _read_only(embedding.astype(np.float32)),
-            info.layers,
-            None if token_ids is None else _read_only(_cut(token_ids, is_real)),
-        )
-
-    def _routed(
-        self,
-        ran: RouterRan,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        seen: tuple[torch.Tensor | None, torch.Tensor] | None,
-        is_real: Mask | None,
-        info: IterationInfo,
-    ) -> Routed:
-        wants, layer = self._wants, ran.layer
-        inputs, logits = (None, None) if seen is None else seen
-        experts = scores = given = lookahead = None
-        if wants & {"experts", "scores"}:
-            experts = _read_only(_cut(top_k_index.cpu().numpy(), is_real))
-        if "scores" in wants:
-            assert experts is not None
-            router = self._routers[layer]
-            if logits is None or router is None:  # only the router's choice is known
-                weights = _cut(saturated_half(top_k_weights.detach()), is_real).astype(np.float32)
-                scores = scores_of_choices(experts, weights, self._layers[layer].num_experts)
-            else:
-                scores = _cut(router.normalised(logits).half().cpu().numpy(), is_real).astype(np.float32)
-            _read_only(scores)
-        if inputs is not None:
-            if is_real is not None:
-                inputs = inputs[torch.from_numpy(is_real).to(inputs.device)]
-            if "inputs" in wants:
-                given = _read_only(saturated_half(inputs).astype(np.float32))
-            if "lookahead" in wants:
-                lookahead = _read_only(self._look_ahead(layer, inputs, info))
-        return Routed(ran, experts, scores, lookahead, given)
 
     def _look_ahead(self, layer: int, inputs: torch.Tensor, info: IterationInfo) -> Floats:
         """Scores [T, D, E] of the routers of the next D layers for this layer's inputs. 0 behind the last layer, and
@@ -255,26 +240,57 @@ def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 # -- an engine that predicts -------------------------------------------------------------------------------------------
 
 
-class PredictorChannel:
-    """A Channel that predicts within the pass, at once: the same run gives the same predictions at the same moments.
+class Prefetching:
+    """Shows a model's forward passes to a predictor, and has the executor prefetch what it predicts: the Channel, which
+    predicts within the pass, at once, so that the same run gives the same predictions at the same moments.
 
     An exception of the predictor fails one pass; from then on nothing is predicted.
     """
 
-    def __init__(self, predictor: Predictor, device: torch.device) -> None:
+    def __init__(
+        self, executor: Executor, predictor: Predictor, collector: Collector, saved: SavedState | None = None
+    ) -> None:
+        """`saved`: the file of what the predictor learns."""
+        self.predictor = predictor
+        self.saved = saved
         self.error: Exception | None = None
         """The predictor's exception."""
-        self._predictor = predictor
+        self.routed = collector.routed
+        self._collector = collector
+        device = executor.shard.device.torch_device
         self._beside = kind_of(device).beside(device)  # what is observed is complete: wait for nothing queued since
+        self._prefetcher = executor.shard.predict_from(self)
+        collector.attach()
+
+    # -- what the engine calls ---------------------------------------------------------------------------------
+
+    def begin(self, info: IterationInfo) -> None:
+        began = self._collector.begin(info)
+        if began is not None:
+            self._prefetcher.begin_iteration(began, info.layers)
+
+    def end(self, ok: bool) -> None:
+        if self._collector.is_open:
+            self._collector.end()
+            self._prefetcher.end_iteration(ok)
+
+    def close(self) -> None:
+        """Write what was learned, unless the predictor failed."""
+        self._collector.detach()
+        if self.saved is not None and self.error is None:
+            self.predictor.finish()
+            self.saved.close()
+
+    # -- what its prefetcher calls -----------------------------------------------------------------------------
 
     def begin_iteration(self, began: Callable[[], Began]) -> Iterable[Prediction]:
-        return self._call(lambda: list(self._predictor.begin_iteration(began())))
+        return self._call(lambda: list(self.predictor.begin_iteration(began())))
 
     def router_ran(self, routed: Callable[[], Routed]) -> Iterable[Prediction]:
-        return self._call(lambda: list(self._predictor.router_ran(routed())))
+        return self._call(lambda: list(self.predictor.router_ran(routed())))
 
     def end_iteration(self, ok: bool) -> None:
-        self._call(lambda: self._predictor.end_iteration(ok))
+        self._call(lambda: self.predictor.end_iteration(ok))
 
     def _call(self, show: Callable[[], Iterable[Prediction] | None]) -> Iterable[Prediction]:
         if self.error is not None:
@@ -285,46 +301,6 @@ class PredictorChannel:
         except Exception as error:
             self.error = error
             raise
-
-
-class Prefetching:
-    """Shows a model's forward passes to a predictor, and has the executor prefetch what it predicts. `saved`: the file
-    of what the predictor learns.
-    """
-
-    def __init__(
-        self, executor: Executor, predictor: Predictor, collector: Collector, saved: SavedState | None = None
-    ) -> None:
-        self.predictor = predictor
-        self.saved = saved
-        self.collector = collector
-        self.router_ran = collector.routed
-        self._channel = PredictorChannel(predictor, executor.shard.device.torch_device)
-        self._prefetcher = executor.shard.predict_from(self._channel)
-        collector.attach()
-
-    @property
-    def error(self) -> Exception | None:
-        """The exception after which nothing is predicted."""
-        return self._channel.error
-
-    def begin_iteration(self, info: IterationInfo) -> None:
-        """A forward pass begins. Raises what the predictor raises."""
-        began = self.collector.begin(info)
-        if began is not None:
-            self._prefetcher.begin_iteration(began, info.layers)
-
-    def end_iteration(self, ok: bool) -> None:
-        if self.collector.is_open:
-            self.collector.end()
-            self._prefetcher.end_iteration(ok)
-
-    def close(self) -> None:
-        """Write what was learned, unless the predictor failed."""
-        self.collector.detach()
-        if self.saved is not None and self.error is None:
-            self.predictor.finish()
-            self.saved.close()
 
 
 def make_prefetching(

@@ -9,7 +9,7 @@ import signal
 import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # those of `signal` make enums: 25 us a layer
 from _signal import signal as set_handler
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
@@ -37,6 +37,13 @@ _COMBINE_NBYTES = 16 << 20
 
 _KEPT_NBYTES = 64 << 10
 """Hidden states of one layer up to this size are kept whole until the next pass, to find where NaN began."""
+
+
+_Ran = tuple[int, torch.Tensor, torch.Tensor]
+"""See `_traced`."""
+
+_Choice = tuple[int, torch.Tensor, Any, Any]
+"""A layer, the ids [T, K] that it chose, and stamps before and behind it."""
 
 
 class Observer(Protocol):
@@ -73,6 +80,8 @@ class Engine:
         something is: NaN may come from there.
         """
         self.executor = executor
+        self.shard = executor.shard
+        """This machine's part of it."""
         self.observer: Observer | None = None
         self.prefetching: Prefetching | None = None
         self.reuse: SavedState | None = None
@@ -80,12 +89,8 @@ class Engine:
         self.num_tokens = dict.fromkeys(Phase, 0)
         self._damage = damage
         self._info: IterationInfo | None = None
-        self._trail = _Trail()
-        shard = executor.shard
-        self._early = shard if shard is executor and shard.begins_early else None
-        self._queued = cast("CudaDevice", shard.device)
-        """The device of `_early`; not used where that is None."""
-        self._unseen = _Unseen()
+        self._trail: list[_Ran] = []  # of a pass, to find where NaN began when it ends with NaN
+        self._unseen = _Unseen(executor.shard.device)
         self._is_closed = False
         self._is_stopped = False
         self._deferred_interrupts = DeferredInterrupts()
@@ -93,19 +98,17 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """This machine's."""
-        return self.executor.shard.scheduler
+        return self.shard.scheduler
 
     @property
     def device(self) -> Device:
-        """This machine's."""
-        return self.executor.shard.device
+        return self.shard.device
 
     def preload(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Load and keep every expert; `progress(done_nbytes, total_nbytes)`."""
         geometry, done = self.executor.geometry, 0
         for layer in range(geometry.num_layers):
-            self.executor.shard.preload(layer)
+            self.shard.preload(layer)
             done += geometry.layers[layer].nbytes
             if progress is not None:
                 progress(done, geometry.nbytes)
@@ -123,19 +126,18 @@ class Engine:
             self.executor.begin()
             if self.prefetching is not None:
                 try:
-                    self.prefetching.begin_iteration(info)
+                    self.prefetching.begin(info)
                 except BaseException:
                     self._abandon()
                     raise
         self._info = info
         self._trail.clear()
-        self._unseen.clear()
         if self.observer is not None:
             self.observer.begin_iteration(info)
 
     def check_output(self, hidden_states: torch.Tensor) -> None:
         """Raises NanError naming the layer that made the first NaN, where a row that is not padding has one."""
-        self._unseen.bring(self._queued)
+        self._unseen.bring()
         if not self._has_nan(hidden_states):
             return
         is_nan = hidden_states.isnan().any(dim=-1).reshape(-1).cpu()
@@ -143,7 +145,7 @@ class Engine:
         if is_pad is not None:
             is_nan &= ~torch.tensor(is_pad)
         if bool(is_nan.any()):
-            place, layer = self._trail.first_nan(is_nan)
+            place, layer = _first_nan(self._trail, is_nan)
             raise NanError(f"{place}: {self._damage(layer) or NAN_REASONS}")
 
     def check_logits(self, logits: torch.Tensor) -> None:
@@ -155,7 +157,7 @@ class Engine:
 
     def _has_nan(self, values: torch.Tensor) -> bool:
         """False where there is none; True also where infinities cancel out. The host waits for the device once."""
-        return math.isnan(self.executor.shard.to_host(values.sum()))
+        return math.isnan(self.shard.to_host(values.sum()))
 
     def end_iteration(self, ok: bool) -> None:
         info, self._info = self._info, None
@@ -166,7 +168,7 @@ class Engine:
             self.observer.end_iteration(ok)
         with self._deferred_interrupts:
             if self.prefetching is not None:
-                self.prefetching.end_iteration(ok)
+                self.prefetching.end(ok)
         if info is None or not ok:
             return
         is_real = True if info.is_pad is None else ~info.is_pad
@@ -196,29 +198,27 @@ class Engine:
         if self.observer is not None:
             self.observer.router_ran(layer, hidden_states, top_k_index, top_k_weights)
         with self._deferred_interrupts:
-            executor, shard, prefetching = self.executor, self.executor.shard, self.prefetching
+            executor, shard, prefetching = self.executor, self.shard, self.prefetching
             if self._unseen.layers and not shard.device.queues_uses:
                 self._count_unseen(self._info)  # before the next decision
-            begin = shard.stamp()
-            early = None
-            if self._early is not None:
-                is_seen = self._info is None or prefetching is not None or self.observer is not None
-                early = self._early.begin_early(layer, hidden_states, top_k_index, is_seen=is_seen)
+            begin, early = shard.stamp(), None
+            if shard.begins_early:
+                early = shard.begin_early(layer, hidden_states, top_k_index, is_seen=not self.may_run())
             if early is None:
                 ids = shard.to_host(top_k_index)
             elif early.choice is not None:
                 ids, mark = early.choice
-                self._queued.wait_for(mark)
+                cast("CudaDevice", shard.device).streams.wait_for(mark)
             else:
                 result = combine(early.outputs, top_k_weights, hidden_states, shard.kernels)
-                self._trail.add(layer, hidden_states, result)
-                self._unseen.add(layer, top_k_index, begin, shard.stamp())
+                self._trail.append(_traced(layer, hidden_states, result))
+                self._unseen.layers.append((layer, top_k_index, begin, shard.stamp()))
                 return result
             work = dispatch(layer, ids, executor.geometry.layers[layer].num_experts, self._info)
             try:
                 routed = None
                 if prefetching is not None:
-                    routed = prefetching.router_ran(work.router, top_k_index, top_k_weights)
+                    routed = prefetching.routed(work.router, top_k_index, top_k_weights)
                 outputs, waits = executor.run_layer(work, hidden_states, routed, early)
             except BaseException as error:
                 self._abandon()
@@ -226,27 +226,26 @@ class Engine:
                     raise TransferError(f"layer {layer}: reading experts failed: {error}") from error
                 raise
             result = combine(outputs, top_k_weights, hidden_states, shard.kernels)
-            self._trail.add(layer, hidden_states, result)
+            self._trail.append(_traced(layer, hidden_states, result))
             executor.note_times(work.router, begin, shard.stamp(), waits)
             return result
 
     def chosen_experts(self, layer: int, *tensors: torch.Tensor) -> ChosenExperts | None:
-        shard = self.executor.shard
-        return shard.chosen_experts(layer, tensors) if shard is self.executor else None
+        return self.shard.chosen_experts(layer, tensors) if self.shard is self.executor else None
 
     def may_run(self) -> bool:
-        is_asked = self.observer is not None or self.prefetching is not None or self._info is None
-        return not (is_asked or self._is_stopped) and os.getpid() == self._process
+        is_seen = self.observer is not None or self.prefetching is not None or self._info is None
+        return not (is_seen or self._is_stopped) and os.getpid() == self._process
 
     def ran(
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, result: torch.Tensor, begin: int, end: int
     ) -> None:
-        self._trail.add(layer, hidden, result)
-        self._unseen.add(layer, ids, begin, end)
+        self._trail.append((layer, hidden, result))
+        self._unseen.layers.append((layer, ids, begin, end))
 
     def _count_unseen(self, info: IterationInfo | None) -> None:
         """Tell the scheduler what those layers chose that did not wait for it."""
-        shard, unseen = self.executor.shard, self._unseen.take(self._queued)
+        shard, unseen = self.shard, self._unseen.take()
         if self._is_closed:
             return
         try:
@@ -298,61 +297,47 @@ class _Unseen:
     decide. They come to the host with what the pass waits for in any case.
     """
 
-    def __init__(self) -> None:
-        self.layers: list[tuple[int, torch.Tensor, Any, Any]] = []
+    def __init__(self, device: Device) -> None:
+        self.layers: list[_Choice] = []
+        self._device = device
         self._copy: tuple[torch.Tensor, Any] | None = None
 
-    def clear(self) -> None:
-        self.layers, self._copy = [], None
-
-    def add(self, layer: int, ids: torch.Tensor, begin: Any, end: Any) -> None:
-        """ids [T, K], on the device; stamps before and behind the layer."""
-        self.layers.append((layer, ids, begin, end))
-
-    def bring(self, device: CudaDevice) -> None:
+    def bring(self) -> None:
         """Queue one copy for all: it is there when the host waits for something that is queued later."""
-        if self.layers and self._copy is None and device.queues_uses:
-            self._copy = device.to_host_later(torch.cat([ids.reshape(-1) for _, ids, *_ in self.layers]))
+        if self.layers and self._copy is None and self._device.queues_uses:
+            every = torch.cat([ids.reshape(-1) for _, ids, *_ in self.layers])
+            self._copy = cast("CudaDevice", self._device).streams.to_host_later(every)
 
-    def take(self, device: CudaDevice) -> list[tuple[int, torch.Tensor, Any, Any]]:
+    def take(self) -> list[_Choice]:
         """All of them, with ids in host memory."""
-        self.bring(device)
-        copy, layers = self._copy, self.layers
-        self.clear()
+        self.bring()
+        copy, layers, self._copy, self.layers = self._copy, self.layers, None, []
         if copy is None:
             return layers
         every, mark = copy
-        device.reach(mark)
+        cast("CudaDevice", self._device).streams.reach(mark)
         parts = every.split([ids.numel() for _, ids, *_ in layers])
         both = zip(layers, parts, strict=True)
         return [(layer, part.view(ids.shape), begin, end) for (layer, ids, begin, end), part in both]
 
 
-class _Trail:
-    """Inputs and outputs of each MoE layer of a pass, to find where NaN began when a pass ends with NaN."""
+def _traced(layer: int, hidden: torch.Tensor, result: torch.Tensor) -> _Ran:
+    """Inputs and outputs [T, H] of a layer: small ones whole, of larger ones the sum of each row."""
+    if hidden.nbytes > _KEPT_NBYTES:
+        hidden, result = hidden.sum(dim=-1, keepdim=True), result.sum(dim=-1, keepdim=True)
+    return layer, hidden, result
 
-    def __init__(self) -> None:
-        self._layers: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
-    def clear(self) -> None:
-        self._layers.clear()
-
-    def add(self, layer: int, hidden: torch.Tensor, result: torch.Tensor) -> None:
-        """Both [T, H]. Small ones are kept whole; of larger ones the sum of each row."""
-        if hidden.nbytes > _KEPT_NBYTES:
-            hidden, result = hidden.sum(dim=-1, keepdim=True), result.sum(dim=-1, keepdim=True)
-        self._layers.append((layer, hidden, result))
-
-    def first_nan(self, rows: torch.Tensor) -> tuple[str, int | None]:
-        """A sentence about where the first NaN of these rows [T] came from, and the layer whose experts gave it, if
-        experts did.
-        """
-        for layer, hidden, result in self._layers:
-            if _has_nan(hidden, rows):
-                return f"the dense part before the experts of MoE layer {layer} gave NaN", None
-            if _has_nan(result, rows):
-                return f"the experts of MoE layer {layer} gave NaN", layer
-        return "the dense part behind the last MoE layer gave NaN", None
+def _first_nan(trail: Sequence[_Ran], rows: torch.Tensor) -> tuple[str, int | None]:
+    """A sentence about where the first NaN of these rows [T] came from, and the layer whose experts gave it, if experts
+    did.
+    """
+    for layer, hidden, result in trail:
+        if _has_nan(hidden, rows):
+            return f"the dense part before the experts of MoE layer {layer} gave NaN", None
+        if _has_nan(result, rows):
+            return f"the experts of MoE layer {layer} gave NaN", layer
+    return "the dense part behind the last MoE layer gave NaN", None
 
 
 def _has_nan(values: torch.Tensor, rows: torch.Tensor) -> bool:

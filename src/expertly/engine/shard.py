@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 Waits = list[tuple[Any, Any]]
 """Pairs of stamps, before and after each time that a layer waited for a transfer."""
 
-_LEAST_WAIT_NS = 10_000
-"""On an accelerator two stamps without a wait between them are already some microseconds apart; less is no wait."""
-
 
 class Moments:
     """Turns device stamps into nanoseconds, in order, when the device has reached them; never waits."""
@@ -83,7 +80,8 @@ class Shard:
         self.moments = Moments(device)
         self.geometry: Geometry = scheduler.geometry
         self.prefetcher: Prefetcher | None = None
-        self.times = StepTimes(scheduler.geometry) if scheduler.allocation.is_configured else None
+        self.times = StepTimes(scheduler) if scheduler.allocation.is_configured else None
+        self._begun: Any = None  # stamp of the pass, where that is timed
         self.remotes: Sequence[RemoteShard] = ()
         self._layers: list[LayerCompute] = []
         self.begins_early = device.queues_uses and self.times is None
@@ -126,8 +124,7 @@ class Shard:
         if self.begins_early and not self._has_all:  # what lacks nothing evicts nothing
             self._has_all = not self.scheduler.allocation.is_online and None not in self.scheduler.slots.whole
         if self.times is not None:
-            now = self.device.stamp()
-            self.moments.note(now, now, [], self.times.begin)
+            self._begun = self.device.stamp()
             if self.scheduler.allocation.is_due and self.times.is_known:
                 self.scheduler.configure(self.times.timing())
 
@@ -145,7 +142,7 @@ class Shard:
             return None
         choice = None
         if is_seen or not self._has_all:  # queued before the kernels, the copy does not wait for them
-            choice = cast("CudaDevice", self.device).to_host_later(ids)
+            choice = cast("CudaDevice", self.device).streams.to_host_later(ids)
         return compute.begin_early(hidden, ids, spans, choice)
 
     def chosen_experts(self, layer: int, tensors: Sequence[torch.Tensor]) -> ChosenExperts | None:
@@ -184,13 +181,10 @@ class Shard:
         device, router = self.device, work.router
         device.waits = []
         call = LayerCall(self._layers[router.layer], work, hidden, early)
-        before = None if self.times is None else (device.stamp(), self._num_missing(router.layer))
         compute = _using(device, call.compute) if device.queues_uses else call.compute
         if early is not None:
             compute = self._without(early, router.experts, compute)
         run_layer(self.scheduler, device, router, compute, self.prefetcher, routed, together=call.takes_several)
-        if before is not None:
-            self._note_loads(router.layer, *before)
         return call.outputs, device.waits
 
     def _without(
@@ -209,38 +203,18 @@ class Shard:
 
         return rest
 
-    def _num_missing(self, layer: int) -> int:
-        """How many segments of this layer were needed and not resident, so far."""
-        counters = self.scheduler.counters[layer]
-        nbytes = sum(phase.demanded_nbytes - phase.hit_nbytes for phase in (counters.prefill, counters.decode))
-        return nbytes // self.geometry.segment_nbytes(layer)
-
-    def _note_loads(self, layer: int, begin: Any, num_before: int) -> None:
-        """Count how long a layer's missing segments took, to the end of its last wait for one."""
-        num, waits, times = self._num_missing(layer) - num_before, self.device.waits, self.times
-        if num and times is not None:
-
-            def loaded(begin_ns: int, end_ns: int, waited_ns: int) -> None:
-                times.loaded(layer, num, end_ns - begin_ns, has_waited=waited_ns >= _LEAST_WAIT_NS)
-
-            self.moments.note(begin, waits[-1][1] if waits else self.device.stamp(), waits, loaded)
-
     def settle(self) -> None:
-        """Count the times that the device has reached by now."""
+        """The pass has ended: count the times that the device has reached by now."""
+        if self.times is not None:
+            passed = partial(self.times.passed, self.scheduler.cache.is_decoding)
+            self.moments.note(self._begun, self.device.stamp(), [], passed)
         self.moments.settle()
 
     def note_times(self, router: RouterRan, begin: Any, end: Any, waits: Waits) -> None:
         """Count how long a layer's experts took, from `begin` to `end`, and how much of that was waiting."""
-        layer, is_decode, times = router.layer, self.scheduler.cache.is_decoding, self.times
-        counters = self.scheduler.counters[layer]
-        phase = counters.decode if is_decode else counters.prefill
-
-        def ran(begin_ns: int, end_ns: int, waited_ns: int) -> None:
-            add_times(phase, begin_ns, end_ns, waited_ns)
-            if times is not None:
-                times.ran(layer, is_decode, waited_ns, end_ns - begin_ns, end_ns)
-
-        self.moments.note(begin, end, waits, ran if times is not None else partial(add_times, phase))
+        counters = self.scheduler.counters[router.layer]
+        phase = counters.decode if self.scheduler.cache.is_decoding else counters.prefill
+        self.moments.note(begin, end, waits, partial(add_times, phase))
 
     def layer_counters(self, layer: int) -> LayerCounters:
         return self.scheduler.counters[layer]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from expertly.core.messages import Phase
 from expertly.engine.observe import Prefetching
+from expertly.engine.remote import RemoteShard
 from expertly.engine.runtime import Engine
 from expertly.engine.shard import Shard
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
@@ -23,45 +24,28 @@ _OF_DEVICE = (
 """Counts of a phase that are also told for the device and each worker."""
 
 
+@dataclass(frozen=True)
 class Stats:
     """A live view of a model's counters: each call reads them as they are now."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        system: System,
-        store: PackedStore,
-        why_memory: str,
-        why_system: str | None = None,
-    ) -> None:
-        """`why_memory`: the reason for the amount; `why_system`: the reason for the system, where expertly chose it."""
-        self._engine = engine
-        self._system = system
-        self._store = store
-        self.system = system.name
-        self.memory_reason = why_memory
-        self.system_reason = why_system
+    _engine: Engine
+    _system: System
+    _store: PackedStore
+    memory_reason: str
+    system_reason: str | None = None  # where expertly chose the system
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as plain numbers: seconds in `_s`, bytes where the name says so, rates None when undefined."""
         engine, executor, rounding = self._engine, self._engine.executor, self._store.manifest.rounding
-        shard, remotes = executor.shard, executor.remotes
-        for remote in remotes:
-            remote.hear()
+        shard = executor.shard
+        devices = [of_device(shard, self._system), *map(_of_worker, executor.remotes)]
         layers = [executor.layer_counters(layer) for layer in range(executor.geometry.num_layers)]
         totals = _totals(layers)
-        devices = [of_device(shard, self._system)]
-        for remote in remotes:
-            told = remote.told
-            worker = {**remote.facts(), "pid": told["pid"], "kernels": told["kernels"]["name"]}
-            devices.append({**told["device"], "worker": worker})
-        moved = _moved(shard)
-        num_passes, synchronisations = sum(engine.num_passes.values()), None
-        if num_passes and "synchronisations" in moved:  # else the device works in step with the host
-            synchronisations = moved["synchronisations"] / num_passes
+        moved, num_passes = _moved(shard), sum(engine.num_passes.values())
+        waits = moved.get("synchronisations")  # None: the device works in step with the host
         formats = self._store.dense_by_format(is_decoded=shard.kernels.library is None)
         return {
-            "system": self.system,
+            "system": self._system.name,
             "system_reason": self.system_reason,
             "segments": executor.geometry.segments_per_expert,
             **{name: sum(device[name] for device in devices) for name in _MEMORY},
@@ -76,7 +60,7 @@ class Stats:
             "prediction": None if engine.prefetching is None else _of_prediction(engine.prefetching),
             "reuse": None if engine.reuse is None else engine.reuse.facts(),
             **{name: sum(device.get(name, 0) for device in devices) for name in moved},
-            "synchronisations_per_pass": synchronisations,
+            "synchronisations_per_pass": waits / num_passes if waits is not None and num_passes else None,
             "devices": devices,
             "phases": {
                 phase.value: {
@@ -91,6 +75,13 @@ class Stats:
                 for number, layer in enumerate(layers)
             ],
         }
+
+
+def _of_worker(remote: RemoteShard) -> dict[str, Any]:
+    """As `of_device`."""
+    remote.hear()
+    facts = remote.told
+    return {**facts["device"], "worker": {**remote.facts(), "pid": facts["pid"], "kernels": facts["kernels"]["name"]}}
 
 
 def _totals(layers: Iterable[LayerCounters]) -> dict[Phase, PhaseCounters]:
@@ -115,18 +106,15 @@ def _of_prediction(prefetching: Prefetching) -> dict[str, Any]:
 
 
 def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        name.replace("_nbytes", "_bytes") if name.endswith("_nbytes") else name: value
-        for name, value in asdict(counters).items()
-        if not name.endswith("_ns")
-    }
-    fields["bytes_loaded"] = fields.pop("loaded_bytes")
-    fields |= {
+    fields = {name: value for name, value in asdict(counters).items() if not name.endswith("_ns")}
+    return {
+        **{name.replace("_nbytes", "_bytes"): value for name, value in fields.items() if name != "loaded_nbytes"},
+        "bytes_loaded": counters.loaded_nbytes,
         "stall_s": counters.stall_ns / 1e9,
         "experts_s": counters.expert_ns / 1e9,
         "compute_s": (counters.expert_ns - counters.stall_ns) / 1e9,
+        **counters.rates(),
     }
-    return fields | counters.rates()
 
 
 def of_device(device: Shard, system: System) -> dict[str, Any]:

@@ -1,88 +1,60 @@
-"""Measures how long the parts of a decode step take on one device (MoEpic, section 3.4.1)."""
+"""How long the parts of a decode step take on one device, in the mean (MoEpic, section 3.4.1)."""
 
 from __future__ import annotations
 
-from collections import deque
-from statistics import median
-
-from expertly.core.geometry import Geometry
 from expertly.policies.moepic import Timing
-
-_RECENT = 64
-"""Steps of which the median is taken, so that a few slow ones do not move it."""
+from expertly.scheduler.scheduler import Scheduler
 
 
 class StepTimes:
-    """Times of the parts of a decode step on one device:
-
-    - attention: from the end of a layer's experts (or the beginning of the pass) to the next layer's experts;
-    - head: from the end of the last experts to the beginning of the next decode step;
-    - experts: a layer's experts, without waits for transfers;
-    - loads, a segment: from the request to the last arrival, in layers that waited.
-
-    They are device times (`Moments`), told in order, on an accelerator some time after the host was there.
+    """Times of passes and what lies between them; those of experts and loads are in the scheduler's counters. They are
+    device times (`Moments`), told in order, on an accelerator some time after the host was there.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
-        self._geometry = geometry
-        layers = range(geometry.num_layers)
-        self._attention: list[deque[int]] = [deque(maxlen=_RECENT) for _ in layers]
-        self._experts: list[deque[int]] = [deque(maxlen=_RECENT) for _ in layers]
-        self._segment: list[deque[float]] = [deque(maxlen=_RECENT) for _ in layers]
-        self._segment_at_most: list[deque[float]] = [deque(maxlen=_RECENT) for _ in layers]
-        self._head: deque[int] = deque(maxlen=_RECENT)
-        self._last_ns: int | None = None  # the end of the experts before, or the beginning of the pass
-        self._head_ns: int | None = None  # of the step before this pass
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._geometry = scheduler.geometry
+        self._phases = [layer.decode for layer in scheduler.counters]
+        self._num_steps = self._num_heads = 0
+        self._steps_ns = self._heads_ns = 0
+        self._last_ns: int | None = None  # the end of the pass before, if it decoded
 
-    def begin(self, now_ns: int, *_: int) -> None:
-        """A pass begins."""
-        self._head_ns = None if self._last_ns is None else now_ns - self._last_ns
-        self._last_ns = now_ns
-
-    def loaded(self, layer: int, num_segments: int, elapsed_ns: int, *, has_waited: bool) -> None:
-        """A layer needed `num_segments` that were not resident: `elapsed_ns` is the time from the request to the last
-        arrival. Without a wait (`has_waited` False) that is an upper bound: it may have arrived earlier.
-        """
-        times = self._segment if has_waited else self._segment_at_most
-        times[layer].append(elapsed_ns / num_segments)
-
-    def ran(self, layer: int, is_decode: bool, stall_ns: int, expert_ns: int, end_ns: int) -> None:
-        """A layer's experts ended at `end_ns` after `expert_ns`, of which `stall_ns` were waits for transfers."""
+    def passed(self, is_decode: bool, begin_ns: int, end_ns: int, _: int = 0) -> None:
+        """A pass has run, head and sampling apart."""
         if is_decode:
+            self._num_steps += 1
+            self._steps_ns += end_ns - begin_ns
             if self._last_ns is not None:
-                self._attention[layer].append(max(0, end_ns - expert_ns - self._last_ns))
-            if self._head_ns is not None:
-                self._head.append(self._head_ns)
-            self._experts[layer].append(max(0, expert_ns - stall_ns))
-        self._head_ns = None
+                self._num_heads += 1
+                self._heads_ns += begin_ns - self._last_ns
         self._last_ns = end_ns if is_decode else None
 
     @property
     def is_known(self) -> bool:
-        """Whether each part has been measured in some layer."""
-        return bool(self._head and any(self._experts) and (any(self._segment) or any(self._segment_at_most)))
+        """Whether steps followed each other, and some layer waited for a load."""
+        return self._num_heads > 0 and self._waited_ns > 0 < self._awaited_nbytes
+
+    @property
+    def _waited_ns(self) -> int:
+        return sum(phase.stall_ns for phase in self._phases)
+
+    @property
+    def _awaited_nbytes(self) -> int:
+        return sum(phase.loaded_nbytes - phase.prefetched_nbytes for phase in self._phases)
 
     def timing(self) -> Timing:
-        """Times of a decode step. A layer without measurements (of an encoder, or one that never waited) takes the
-        median of the others. Where no layer ever waited, loads have their upper bounds.
+        """Times of a decode step: experts without waits; loads by the time that was waited for a byte; what a layer
+        takes before its experts is the same for all. A layer that never decoded (of an encoder) is as the others.
         """
-        geometry, layers = self._geometry, range(self._geometry.num_layers)
-        nbytes = [geometry.segment_nbytes(layer) for layer in layers]
-        loads = self._segment if any(self._segment) else self._segment_at_most
-        per_nbyte = median(median(times) / size for times, size in zip(loads, nbytes, strict=True) if times)
-        each_ns = [median(times) if times else size * per_nbyte for times, size in zip(loads, nbytes, strict=True)]
+        layers, phases = self._geometry.layers, self._phases
+        experts_ns = [round((phase.expert_ns - phase.stall_ns) / self._num_steps) for phase in phases]
+        num_running = sum(phase.expert_ns > 0 for phase in phases)
+        usual = sum(experts_ns) // num_running
+        dense_ns = max(0, self._steps_ns - sum(phase.expert_ns for phase in phases)) / self._num_steps
+        per_nbyte = self._waited_ns / self._awaited_nbytes
         return Timing.of(
-            geometry,
-            attention_ns=_medians(self._attention),
-            moe_ns=_medians(self._experts),
-            load_ns=[round(segment_ns * geometry.segments_per_expert) for segment_ns in each_ns],
-            head_ns=round(median(self._head)),
+            self._geometry,
+            attention_ns=round(dense_ns / num_running),
+            moe_ns=[time_ns or usual for time_ns in experts_ns],
+            load_ns=[round(per_nbyte * layer.expert_nbytes) for layer in layers],
+            head_ns=self._heads_ns // self._num_heads,
         )
-
-
-def _medians(of_layers: list[deque[int]]) -> list[int]:
-    """Each layer's median; a layer without times has the median of the others', 0 where there are none."""
-    medians = [median(times) if times else None for times in of_layers]
-    known = [time_ns for time_ns in medians if time_ns is not None]
-    usual = median(known) if known else 0
-    return [round(usual if time_ns is None else time_ns) for time_ns in medians]
