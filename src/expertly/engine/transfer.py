@@ -278,17 +278,29 @@ class Readers:
         self.asked_nbytes -= sum(span.num_segments * self._layers[span.layer].segment_nbytes for span in cancelled)
         return cancelled
 
-    def poll(self) -> Span | None:
-        """A span that has arrived, or None. Raises TransferError naming what its read met."""
-        result = self._team.take(0) if self._spans else None
-        return None if result is None else self._arrived(result)
+    def poll(self, timeout_ns: int = 0) -> Span | None:
+        """A span that has arrived within that time, or None. Raises TransferError naming what its read met."""
+        result = self._team.take(timeout_ns) if self._spans else None
+        if result is None:
+            return None
+        span = self._spans.pop(result.tag)
+        layer = self._layers[span.layer]
+        if result.error == _UNREAD:
+            result = self._read(span, layer)
+        self.buffered_nbytes += result.buffered_nbytes
+        self.again_nbytes += result.again_nbytes
+        if result.error:
+            raise TransferError(_explained(span, layer, result))
+        if result.is_changed:
+            self._compare_changed(span, layer)
+        return span
 
     def wait(self) -> Span:
-        """The next span to arrive. Raises TransferError naming what its read met. Something must be in flight."""
+        """The next span to arrive. Raises as `poll`. Something must be in flight."""
         assert self._spans, "waiting for nothing would never end"
-        while (result := self._team.take(_WAIT_NS)) is None:
+        while (span := self.poll(_WAIT_NS)) is None:
             pass
-        return self._arrived(result)
+        return span
 
     def drain(self) -> None:
         """Drop what has not begun, wait for all other reads, and forget results and errors."""
@@ -314,19 +326,6 @@ class Readers:
     def _close_files(self) -> None:
         while self._layers:
             self._layers.pop().file.close()
-
-    def _arrived(self, result: _Result) -> Span:
-        span = self._spans.pop(result.tag)
-        layer = self._layers[span.layer]
-        if result.error == _UNREAD:
-            result = self._read(span, layer)
-        self.buffered_nbytes += result.buffered_nbytes
-        self.again_nbytes += result.again_nbytes
-        if result.error:
-            raise TransferError(_explained(span, layer, result))
-        if result.is_changed:
-            self._compare_changed(span, layer)
-        return span
 
     def _read(self, span: Span, layer: _Layer) -> _Result:
         buffer, place, first = self._buffer_of(span), layer.places[span.expert], span.segment * layer.segment_nbytes
