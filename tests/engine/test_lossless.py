@@ -152,7 +152,8 @@ def test_with_either_kernels(family: str, kernels: str, cases: Cases, monkeypatc
             assert_same_logits(model, case)
             told = expertly.stats(model).as_dict()["kernels"]
         assert told["name"].split()[0] == kernels
-        assert (told["native"] > 0) == (kernels == "native"), "decode is theirs"
+        is_known = family != "gpt_oss"  # of activations in float32, SiLU alone
+        assert (told["native"] > 0) == (kernels == "native" and is_known), "decode is theirs"
         assert told["torch"] > 0, "a prompt is torch's"
 
 
