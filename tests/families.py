@@ -164,20 +164,6 @@ def _std(name: str) -> float:
     return 0.3
 
 
-def make_checkpoint(
-    family: Family | str,
-    folder: str | Path,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    max_shard_size: str | None = None,
-    tokenizer: bool = False,
-) -> Path:
-    """Save a tiny random model as a checkpoint folder, in the format of the hub; `max_shard_size="20KB"` shards it."""
-    family = FAMILIES[family] if isinstance(family, str) else family
-    made = _made(family, seed, dtype, max_shard_size, tokenizer)
-    return Path(shutil.copytree(made, folder, dirs_exist_ok=True))
-
-
 def fill_with_nan(folder: Path, prefix: str) -> None:
     """The tensors of a checkpoint in one file whose names begin so."""
     weights = load_file(folder / "model.safetensors")
@@ -188,7 +174,9 @@ def fill_with_nan(folder: Path, prefix: str) -> None:
 
 
 def made_once(make: Callable[..., Path]) -> Callable[..., Path]:
-    """What makes a checkpoint in the folder among its arguments makes the same one once a process, and copies it."""
+    """What makes a checkpoint in the folder among its arguments makes the same one once a process, and copies it:
+    making one takes longer than a test of it.
+    """
 
     @cache
     def made(before: int, *values: Any, **options: Any) -> Path:
@@ -209,15 +197,20 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="expertly-tests-")
 
 
-@cache
-def _made(family: Family, seed: int, dtype: torch.dtype, max_shard_size: str | None, tokenizer: bool) -> Path:
-    """Once a process: making one takes longer than a test of it."""
-    folder = Path(tempfile.mkdtemp(dir=_scratch().name))
+@made_once
+def make_checkpoint(
+    family: Family | str,
+    folder: Path,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str | None = None,
+    tokenizer: bool = False,
+) -> Path:
+    """Save a tiny random model as a checkpoint folder, in the format of the hub; `max_shard_size="20KB"` shards it."""
     model = make_model(family, seed, dtype)
     model.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
     if tokenizer:
         make_tokenizer().save_pretrained(folder)
-    folder.chmod(0o755)
     return folder
 
 

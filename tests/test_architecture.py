@@ -16,24 +16,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "src" / "expertly"
 
 ROOMS = (
-    "core",
-    "data",
-    "formats",
-    "native",
-    "policies",
-    "testing",
-    "scheduler",
-    "store",
-    "model",
-    "engine",
-    "arguments",
-    "options",
-    "api",
-    "bench",
-    "hardware",
-    "serve",
-    "cli",
-    "__main__",
+    *("core", "data", "formats", "native", "policies", "testing", "scheduler", "store", "model", "engine"),
+    *("arguments", "options", "api", "bench", "hardware", "serve", "cli", "__main__"),
 )
 """From the lowest to the highest: a room imports only rooms below it (docs/architecture.md)."""
 APART = {"store": {"scheduler"}, "model": {"scheduler"}}
@@ -120,10 +104,8 @@ def test_nothing_imports(rule):
 
 
 def test_no_test_of_the_product_needs_the_lab():
-    paths = (REPOSITORY / "tests").rglob("*.py")
-    assert [
-        path for path in paths for name, _ in imports_of(path) if name.split(".")[0] in ("lab", "expertly_lab")
-    ] == []
+    for path in (REPOSITORY / "tests").rglob("*.py"):
+        assert not {name.split(".")[0] for name, _ in imports_of(path)} & {"lab", "expertly_lab"}, path
 
 
 def test_class_names_are_unique():
@@ -136,18 +118,14 @@ def test_class_names_are_unique():
 
 
 def test_only_the_cuda_device_and_its_measuring_use_torch_cuda():
-    found = []
+    uses = set()
     for path in modules():
-        is_cuda = path.relative_to(PACKAGE).as_posix() == "engine/cuda.py" or part_of(path) == "hardware"
         tree = parsed(path)
-        uses = [line for name, line in imports(tree) if is_of(name, "torch.cuda")]
-        uses += [
-            node.lineno
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"
-        ]
-        found += [f"{path.relative_to(REPOSITORY)}:{line}" for line in uses if not is_cuda]
-    assert found == []
+        names = {name for name, _ in imports_of(path)}
+        names |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        if any(is_of(name, "torch.cuda") for name in names):
+            uses.add(path.relative_to(PACKAGE).as_posix())
+    assert {name for name in uses if not name.startswith("hardware/")} <= {"engine/cuda.py"}
 
 
 def test_every_package_says_what_lives_there():
@@ -164,39 +142,27 @@ class Blocker:
             raise ImportError(f"{name} is blocked in this test")
 
 sys.meta_path.insert(0, Blocker())
+import expertly
+assert expertly.__version__ and "numpy" not in sys.modules, "importing it is light"
 """
 
 
-def run_without_torch(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH + code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY
-    )
+def run_without_torch(code: str) -> str:
+    """What it prints."""
+    command = [sys.executable, "-c", WITHOUT_TORCH + code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def test_pure_rooms_import_without_torch():
-    names = [
-        ".".join(("expertly", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in modules() if is_pure(path)
-    ]
+def test_pure_rooms_import_and_the_command_line_answers_without_torch():
+    paths = [path.relative_to(PACKAGE).with_suffix("").parts for path in modules() if is_pure(path)]
+    names = [".".join(("expertly", *parts)).removesuffix(".__init__") for parts in paths]
     assert len(names) > 10
-    code = "import importlib\n" + "\n".join(f"importlib.import_module({n.removesuffix('.__init__')!r})" for n in names)
-    done = run_without_torch(code)
-    assert done.returncode == 0, done.stderr
-
-
-def test_command_line_answers_without_torch():
     commands = [["--help"], ["systems"], ["systems", "--json"], ["run", "--help"]]
-    code = f"from expertly.cli.main import main\nfor one in {commands}: assert main(one) == 0; print('answered')"
-    done = run_without_torch(code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("answered\n") == len(commands) and len(done.stdout) > 3000
-
-
-def test_import_expertly_is_light():
-    code = (
-        "import sys, expertly; assert expertly.__version__; print([m for m in ('torch', 'numpy') if m in sys.modules])"
-    )
-    done = run_without_torch(code)
-    assert done.stdout.strip() == "[]", done.stderr
+    code = f"import importlib\nfor name in {names}: importlib.import_module(name)\nfrom expertly.cli.main import main\n"
+    printed = run_without_torch(f"{code}for command in {commands}: assert main(command) == 0; print('answered')")
+    assert printed.count("answered\n") == len(commands) and len(printed) > 3000
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
@@ -204,5 +170,4 @@ def test_numpy_has_no_threads_of_its_own_in_the_command(monkeypatch):
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     code = "import os, expertly.cli.main, numpy; print(len(os.listdir('/proc/self/task')))"
-    done = run_without_torch(code)
-    assert done.stdout.strip() == "1", done.stderr
+    assert run_without_torch(code).strip() == "1"

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 import pytest
 
 from lab.tests.golden import simulator
-from tests.golden.cases import MEMORIES, SEGMENTS, differences, read_cases, selected, system_of
+from tests.golden.cases import MEMORIES, SEGMENTS, case_name, differences, read_cases, system_of
 
 
 def assert_unchanged(replay: simulator.Replay, segments: int, memories: Sequence[str] = MEMORIES) -> None:
-    recorded = selected(read_cases(replay.file, simulator.FOLDER), segments, memories)
+    endings = tuple(case_name("", memory, segments) for memory in memories)
+    cases = read_cases(replay.file, simulator.FOLDER)
+    recorded = {name: case for name, case in cases.items() if name.endswith(endings)}
     systems = list(dict.fromkeys(system_of(name) for name in recorded))
     assert len(recorded) >= 20 * len(memories), "some twenty systems"
     different = differences(recorded, simulator.simulate(replay, systems, segments, memories))

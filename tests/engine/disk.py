@@ -107,10 +107,6 @@ class Disk:
             self._is_held = False
             self._changed.notify_all()
 
-    def hold(self) -> None:
-        """From now on a read ends when it is let."""
-        self._is_held = True
-
     def until_begun(self, count: int) -> list[Read]:
         """Wait until so many reads have begun, and a little for one too many."""
         with self._changed:

@@ -157,12 +157,7 @@ def open_files(folder: Any) -> list[str]:
     return found
 
 
-def rss_nbytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def run_python(code: str, *args: str, limit: float = 60) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, *args: str, limit: float = 250) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(expertly.__file__).parents[1]), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-c", code, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)

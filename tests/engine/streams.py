@@ -353,13 +353,6 @@ class ThreadStreams(CopyThread, LateStreams):
             self._last.synchronize()
 
 
-class ManualStreams(LateStreams):
-    """Kernels are over when it is said: `num_over`."""
-
-    def is_past(self, mark: Mark) -> bool:
-        return self.has_run(mark)
-
-
 class RandomStreams(LateStreams):
     """Both streams get on when somebody asks whether they have, if the dice say so."""
 

@@ -12,7 +12,6 @@ from transformers import ContinuousBatchingConfig
 import expertly
 from expertly.api import handle
 from expertly.core.observation import IterationInfo
-from expertly.engine.runtime import dispatch
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Cases
 from tests.engine.observe import assert_streamed, counts, loaded, recording
@@ -74,48 +73,6 @@ def test_a_prompt_that_needs_many_more_experts_than_the_pool_holds(family: str, 
             assert stats["kept_bytes"] == 0
             assert stats["phases"]["prefill"]["misses"] == needed
             assert stats["phases"]["prefill"]["bytes_loaded"] == needed * nbytes // (8 * num_layers), "each once"
-
-
-# -- choices grouped by expert -----------------------------------------------------------------------------------------
-
-
-ROUTED = {  # ids, prefill, pads -> experts by first choice, tokens and whether each decodes; rows [n], or a token's row
-    "a token keeps the router's order": ([[5, 0, 7]], [0], [0], {5: (1, True, 0), 0: (1, True, 1), 7: (1, True, 2)}),
-    "rows are by token": (
-        [[4, 1], [1, 2], [4, 2]],
-        [1, 1, 1],
-        [0, 0, 0],
-        {4: (2, False, [0, 4]), 1: (2, False, [1, 2]), 2: (2, False, [3, 5])},
-    ),
-    "pads are computed and not counted": (
-        [[6, 1], [1, 2]],
-        [1, 1],
-        [1, 0],
-        {6: (0, False, [0]), 1: (1, False, [1, 2]), 2: (1, False, [3])},
-    ),
-    "what a decoding request needs is marked": (
-        [[0, 1], [1, 2], [2, 3]],
-        [1, 1, 0],
-        [0, 0, 0],
-        {0: (1, False, [0]), 1: (2, False, [1, 2]), 2: (2, True, [3, 4]), 3: (1, True, [5])},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ROUTED)
-def test_choices_are_grouped_by_expert(case: str) -> None:
-    ids, is_prefill, is_pad, expected = ROUTED[case]
-    pads = np.array(is_pad, bool) if any(is_pad) else None
-    phase = "prefill" if any(is_prefill) else "decode"
-    work = dispatch(3, torch.tensor(ids), 8, IterationInfo(np.array(is_prefill, bool), pads, 1, phase))
-    router, rows = work.router, work.positions
-    if work.rows is not None:
-        assert rows is None
-        rows = {expert: of_expert.tolist() for expert, of_expert in work.rows.items()}  # type: ignore[misc]
-    assert rows is not None and router.layer == 3 and router.batch_tokens == len(ids) - sum(is_pad)
-    counted = zip(router.num_tokens, router.is_decode, strict=True)
-    found = {expert: (*each, rows[expert]) for expert, each in zip(router.experts, counted, strict=True)}
-    assert list(found.items()) == list(expected.items())
 
 
 # -- continuous batching ---------------------------------------------------------------------------------------------

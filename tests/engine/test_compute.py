@@ -7,12 +7,16 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import expertly
 from expertly.api import handle
 from expertly.core.observation import IterationInfo
+from expertly.engine import runtime
 from expertly.model.hooks import experts_modules
+from expertly.native.kernels import VARIABLE, choose_kernels, libraries
 from tests.engine.conftest import Cases
 from tests.engine.observe import Call, loaded, recording
 from tests.families import INTERFACE_FAMILIES, generate, load_reference, logits_of
@@ -155,26 +159,88 @@ def test_an_input_that_is_a_view(cases: Cases) -> None:
 
 
 def test_a_large_prefill_is_combined_in_cuts(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    from expertly.engine import runtime
-
-    case = cases["qwen3_moe"]
-    call = Call(0, torch.randn(50, 32), torch.randint(0, 8, (50, 3)), torch.rand(50, 3))
-    with loaded(case.store) as model:
+    call = random_call(50)
+    with loaded(cases["qwen3_moe"].store) as model:
         whole = run(model, call)
         monkeypatch.setattr(runtime, "_COMBINE_NBYTES", 3 * 32 * 4 * 7)
         assert torch.equal(run(model, call), whole)
-        assert torch.equal(run(model, replace(call, hidden=call.hidden.clone())), whole)
 
 
 def test_stale_iteration_info_does_not_change_the_arithmetic(cases: Cases) -> None:
     """Rows that no info describes (a router called by hand): one token decodes, more are prefill, all count."""
-    import numpy as np
-
-    case = cases["qwen3_moe"]
-    call = Call(0, torch.randn(4, 32), torch.randint(0, 8, (4, 3)), torch.rand(4, 3))
-    with loaded(case.store) as model:
+    call = random_call(4)
+    with loaded(cases["qwen3_moe"].store) as model:
         expected = run(model, call)
         engine = handle(model).engine
         engine.begin_iteration(IterationInfo(np.ones(7, bool), None, 1, "prefill"))
         assert torch.equal(run(model, call), expected)
         engine.end_iteration(True)
+
+
+# -- by the compiled products, or by torch -----------------------------------------------------------------------------
+
+AVAILABLE, WHY = libraries()
+both_kernels = pytest.mark.parametrize(
+    "kernels", [pytest.param("native", marks=pytest.mark.skipif(not AVAILABLE, reason=str(WHY))), "torch"]
+)
+
+
+def num_by(kernels: str, model: Any) -> int:
+    """Experts, or parts, that were computed so."""
+    return int(expertly.stats(model).as_dict()["kernels"][kernels])
+
+
+def random_call(num_tokens: int, dtype: torch.dtype = torch.float32) -> Call:
+    dice = torch.Generator().manual_seed(num_tokens)
+    hidden, weights = torch.randn(num_tokens, 32, generator=dice), torch.rand(num_tokens, 3, generator=dice)
+    index = torch.stack([torch.randperm(8, generator=dice)[:3] for _ in range(num_tokens)])
+    return Call(0, hidden.to(dtype), index, weights.to(dtype))
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=str(WHY))
+def test_an_expert_of_many_tokens_is_torchs(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    most = choose_kernels().most_tokens(torch.float32)
+    with loaded(cases["qwen3_moe"].store, system="resident", memory="100%") as model:
+        for num_tokens, kernels in ((most + 1, "torch"), (most, "native")):
+            index = torch.tensor([[0, 1, 2]] * num_tokens)
+            run(model, Call(0, torch.randn(num_tokens, 32), index, torch.rand(num_tokens, 3)))
+            assert num_by(kernels, model) == 3
+
+
+class InFloat32(torch.nn.Module):
+    """An activation that computes, and answers, in another type than the weights'."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x.float())
+
+
+@both_kernels
+def test_activations_are_rounded_to_the_weights_type(
+    kernels: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the reference does before the next product."""
+    monkeypatch.setenv(VARIABLE, kernels)
+    calls = [random_call(num_tokens, torch.bfloat16) for num_tokens in (1, 2, 9)]
+    for segments in (1, 4):
+        with loaded(cases["qwen3_moe"].folder, dtype="bfloat16", segments=segments) as model:
+            scatter(model)
+            expected = [run(model, call) for call in calls]
+            modules: list[Any] = experts_modules(model)
+            for module in modules:
+                module.act_fn = InFloat32()
+            handle(model).engine.executor.bind(modules)
+            for call, output in zip(calls, expected, strict=True):
+                assert relative_error(run(model, call), output) < 1e-2
+            assert (num_by("native", model) > 0) == (kernels == "native")
+
+
+@both_kernels
+def test_an_input_that_changes_in_place_is_seen(kernels: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, kernels)
+    call = random_call(1, torch.bfloat16)
+    with loaded(cases["qwen3_moe"].folder, dtype="bfloat16", system="resident", memory="100%") as model:
+        before = run(model, call)
+        call.hidden.mul_(-2)
+        after, fresh = run(model, call), run(model, replace(call, hidden=call.hidden.clone()))
+        assert torch.equal(after, fresh) and not torch.equal(after, before)

@@ -13,10 +13,10 @@ import expertly
 from expertly.api import handle
 from expertly.engine import cuda
 from expertly.model.hooks import experts_modules
-from expertly.store.packed import PackedStore
 from tests.engine.conftest import Case, Cases
-from tests.engine.observe import Call
+from tests.engine.observe import Call, loaded
 from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error, run
+from tests.engine.test_lossless import LEAST, least_memory
 from tests.families import FAMILIES, HIDDEN_SIZE, NUM_EXPERTS, generate, load_reference, logits_of
 
 pytestmark = pytest.mark.gpu
@@ -26,19 +26,13 @@ Expected = tuple[int, list[list[int]], torch.Tensor, torch.Tensor]
 
 
 @contextmanager
-def loaded(case: Case, *, graphs: bool = False, segments: int | None = None, **settings: Any) -> Iterator[Any]:
-    usual = {"memory": "25%", "learned": "off", "device": "cuda"}
-    if segments is not None:
-        settings["system"] = f"{settings.get('system', 'expertly')}:segments={segments}"
+def on_gpu(case: Case, *, graphs: bool = False, **settings: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         if not graphs:
             patch.setattr(cuda.KIND, "recorder", lambda device: None)
-        model, _ = expertly.load(str(case.store), **(usual | settings))
-    yield model
-    engine = handle(model).engine
-    assert engine.device.stats()["copied_nbytes"] > 0
-    engine.scheduler.check()
-    expertly.unload(model)
+        with loaded(case.store, **({"device": "cuda"} | settings)) as model:
+            yield model
+            assert handle(model).engine.device.stats()["copied_nbytes"] > 0
 
 
 def reference_of(case: Case, num_tokens: int = 12) -> Expected:
@@ -67,7 +61,7 @@ def assert_same(model: Any, case: Case, expected: Expected) -> None:
 def test_no_system_changes_a_token(system: str, family: str, cases: Cases) -> None:
     case = cases[family]
     expected = reference_of(case)
-    with loaded(case, memory="45%", system=system) as model:
+    with on_gpu(case, memory="45%", system=system) as model:
         for _ in range(2):
             assert_same(model, case, expected)
         stats = expertly.stats(model).as_dict()
@@ -83,7 +77,7 @@ def test_few_tokens_are_the_kernels_over_slots(segments: int, dtype: str, cases:
     pytest.importorskip("triton", reason="torch computes without it")
     case = cases["qwen3_moe"]
     calls = reference_calls(case.folder, case.prompts, getattr(torch, dtype))
-    with loaded(Case(case.folder, case.folder), dtype=dtype, memory="45%", segments=segments) as model:
+    with on_gpu(Case(case.folder, case.folder), dtype=dtype, memory="45%", segments=segments) as model:
         told = expertly.stats(model).as_dict()["kernels"]
         assert told["name"] == "triton", told["why"]
         for call in calls:
@@ -103,7 +97,7 @@ def test_graphs_change_no_token(system: str, family: str, cases: Cases) -> None:
     expected = [generate(reference, [prompt], 30) for prompt in case.prompts]
     memory = "100%" if system == "resident" else "45%"
     for graphs in (True, False):
-        with loaded(case, memory=memory, system=system, graphs=graphs) as model:
+        with on_gpu(case, memory=memory, system=system, graphs=graphs) as model:
             for _ in range(2):
                 assert [generate(model, [prompt], 30) for prompt in case.prompts] == expected
             stats = expertly.stats(model).as_dict()
@@ -121,14 +115,10 @@ def test_device_memory_is_the_budget_and_is_given_back(cases: Cases) -> None:
     assert torch.cuda.memory_allocated() - before <= 1 << 20
 
 
-LEAST = "least"
-"""Staging slots alone: each copy overwrites what a kernel before it reads."""
-
-
 @pytest.mark.parametrize(
     ("system", "memory", "host_memory", "segments"),
     [
-        ("expertly", LEAST, "100%", 4),
+        ("expertly", LEAST, "100%", 4),  # staging slots alone: each copy overwrites what a kernel before it reads
         *(("fmoe", *sizes, segments) for sizes in (("25%", "100%"), ("50%", "40%")) for segments in (1, 4)),
     ],
 )
@@ -137,10 +127,8 @@ def test_long_answers_are_the_reference(
 ) -> None:
     case = cases["qwen3_moe"]
     expected = reference_of(case, 40)
-    if memory == LEAST:
-        geometry = PackedStore.open(case.store).geometry()
-        memory = geometry.nbytes * geometry.layers[0].top_k // geometry.num_experts
-    with loaded(case, system=system, memory=memory, host_memory=host_memory, segments=segments) as model:
+    memory = least_memory(str(case.store)) if memory == LEAST else memory
+    with on_gpu(case, system=system, memory=memory, host_memory=host_memory, segments=segments) as model:
         for _ in range(5 if system == "expertly" else 2):
             assert_same(model, case, expected)
         engine = handle(model).engine
@@ -153,7 +141,7 @@ def test_no_layer_waits_where_all_experts_are_resident(cases: Cases) -> None:
     pytest.importorskip("triton", reason="torch waits for the choice")
     case = cases["qwen3_moe"]
     expected = reference_of(case)
-    with loaded(case, system="resident", memory="100%") as model:
+    with on_gpu(case, system="resident", memory="100%") as model:
         assert_same(model, case, expected)
         stats = expertly.stats(model).as_dict()
         phases, num_layers = stats["phases"], len(stats["layers"])
@@ -164,7 +152,7 @@ def test_no_layer_waits_where_all_experts_are_resident(cases: Cases) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 def test_nothing_but_the_routers_choice_makes_the_host_wait(num_tokens: int, cases: Cases) -> None:
-    with loaded(cases["qwen3_moe"], segments=4) as model:
+    with on_gpu(cases["qwen3_moe"], segments=4) as model:
         engine, modules = handle(model).engine, experts_modules(model)
         for step in range(6):
             hidden, weights = (torch.randn(num_tokens, n, device="cuda") for n in (HIDDEN_SIZE, 3))
@@ -184,7 +172,7 @@ def test_float32_tokens_and_logits_are_the_reference(family: str, segments: int,
     for system in ("on-demand", "lru", "lfu"):
         for memory, host_memory in (("25%", "100%"), ("25%", "40%"), ("100%", "100%")):
             settings = {"memory": memory, "host_memory": host_memory, "system": system, "segments": segments}
-            with loaded(case, **settings) as model:
+            with on_gpu(case, **settings) as model:
                 assert_same(model, case, expected)
                 moved = handle(model).engine.device.stats()
                 assert moved["copied_nbytes"] == expertly.stats(model).as_dict()["bytes_loaded"], settings

@@ -1,11 +1,10 @@
 """The dense part of a token as graphs of an accelerator. A graph here is torch's operations, noted while they are
-captured and run at each replay, on the same memory; as on a GPU, what is captured does not run.
+captured and run at each replay, on the same memory; as on a GPU, what is captured does not run. Changes, hooks and the
+end of a model are heeded as programs do (test_programs.py).
 """
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -204,33 +203,6 @@ def test_what_cannot_be_recorded_stays_as_it_is(step: str, cases: Cases, monkeyp
         assert num_replayed(model) == 0 and tried
 
 
-def test_changes_and_hooks_are_heeded(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if nothing was recorded."""
-    case, seen = cases["qwen3_moe"], []
-    with loaded(case.store) as plain, with_graphs(case, monkeypatch) as model:
-        prompt = case.prompts[:1]
-        generate(model, prompt)
-
-        def same() -> int:
-            before = num_replayed(model)
-            assert generate(model, prompt, 5) == generate(plain, prompt, 5)
-            return num_replayed(model) - before
-
-        assert same() == 3 * 4
-        hook = model.model.layers[1].post_attention_layernorm.register_forward_hook(lambda *_: seen.append(1))
-        assert same() == 2 * 4 and len(seen) == 5
-        hook.remove()
-        assert same() == 3 * 4
-        for one in (model, plain):
-            attention = one.model.layers[0].self_attn
-            attention.o_proj.weight = torch.nn.Parameter(-attention.o_proj.weight.detach(), requires_grad=False)
-        assert same() == 2 * 4
-        with torch.no_grad():
-            for one in (model, plain):
-                one.model.layers[2].mlp.gate.weight.neg_()
-        assert same() == 2 * 4, "a graph reads the weight where it is"
-
-
 def test_what_a_layer_gave_is_not_overwritten(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
     of_models: list[list[torch.Tensor]] = []
@@ -248,18 +220,3 @@ def test_what_a_layer_gave_is_not_overwritten(cases: Cases, monkeypatch: pytest.
         assert num_replayed(model) == 3 * (6 - 3) + 3 * 6
     for found, expected in zip(*of_models, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_layers_are_freed_with_their_model(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = cases["qwen3_moe"]
-    with with_graphs(case, monkeypatch) as model:
-        generate(model, case.prompts[:1])
-        assert num_replayed(model) == 3 * 3
-        layers = [weakref.ref(layer) for layer in model.model.layers]
-        gc.collect()
-        gc.disable()
-    try:
-        del model
-        assert not any(layer() for layer in layers)
-    finally:
-        gc.enable()

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from expertly.policies.moe_infinity import Matrices
 from expertly.policies.reuse import ReuseModel
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, run_python
-from tests.engine.peers import put_in_threads
 from tests.families import NUM_NEW_TOKENS, generate
 from tests.store.mounts import tiny_disk
 
@@ -127,9 +125,7 @@ def test_each_kind_has_a_file_of_its_own(own: tuple[Case, Path], tmp_path: Path)
     ("damage", "system"),
     [
         ("truncated", "fmoe"),
-        ("not a number", "expertly"),
         ("another model's", "expertly"),
-        ("another kind", "fmoe"),
         ("no file of ours", "expertly"),
         ("a pipe", "moe-infinity"),
     ],
@@ -142,16 +138,11 @@ def test_a_file_that_is_not_what_it_should_be(damage: str, system: str, own: tup
         learn(store, case, system)
         file = read_learned(path, MapStore, ReuseModel)
         save_learned(path, file.learned, "5" * 64)
-    elif damage == "another kind":
-        learn(store, case, "expertly")
-        beside(store, "expertly").replace(path)
     elif damage == "a pipe":
         os.mkfifo(path)
     else:
         learn(store, case, system)
-        raw = path.read_bytes()
-        wrong = {"truncated": raw[:-5], "not a number": raw[:-4] + b"\xff" * 4}
-        path.write_bytes(wrong.get(damage, b"hello"))
+        path.write_bytes(path.read_bytes()[:-5] if damage == "truncated" else b"hello")
     is_ours = damage not in ("no file of ours", "a pipe")
     with (
         pytest.warns(UserWarning, match=path.name) as warned,
@@ -184,11 +175,11 @@ def test_a_file_of_embeddings_of_another_width(own: tuple[Case, Path]) -> None:
         assert learn(store, case, "fmoe") == 0
 
 
-def test_with_workers_begins_with_nothing_of_reuse(own: tuple[Case, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("peers")
+def test_with_workers_begins_with_nothing_of_reuse(own: tuple[Case, Path]) -> None:
     case, store = own
     learn(store, case, "expertly")
     before = beside(store, "expertly").read_bytes()
-    put_in_threads(monkeypatch)
     with loaded(store, system="expertly", learned="auto", workers=1, memory="40%", worker_memory="40%") as model:
         assert generate(model, case.prompts) == case.tokens
         assert of_reuse(model)["says"] == "began with nothing learned" and of_reuse(model)["file"] is None
@@ -236,8 +227,6 @@ def test_a_process_that_ends_without_unload_ends_quickly_and_quietly_and_all_is_
 TEXTS = (
     "The old man looked at the sea and said that he would go out again in the morning, with the boy, as before.",
     "Question: what is 12 + 30? Answer: 42. The function returns a list of all the files in the folder, sorted.",
-    "Once upon a time there was a small village at the foot of a mountain.",
-    "def fibonacci(n):",
 )
 
 
@@ -246,23 +235,22 @@ def test_the_demo_model_loads_less_when_it_begins_with_what_it_learned(
 ) -> None:
     """The whole of it: the same tokens from fewer bytes, what people are told, and what is in the file."""
 
-    def run(texts: Sequence[str], num_new: int, learned: str) -> tuple[list[list[list[int]]], dict[str, Any]]:
+    def run(num_new: int, learned: str) -> tuple[list[list[list[int]]], dict[str, Any]]:
         model, tokenizer = expertly.load(system="expertly", memory="25%", learned=learned, device="cpu")
-        try:
-            answers = [generate(model, [tokenizer(text)["input_ids"]], num_new) for text in texts]
-            return answers, expertly.stats(model).as_dict()
-        finally:
-            expertly.unload(model)
+        tokens = [generate(model, [tokenizer(text)["input_ids"]], num_new) for text in TEXTS]
+        stats = expertly.stats(model).as_dict()
+        expertly.unload(model)
+        return tokens, stats
 
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
-    run(TEXTS, 80, "auto")
+    run(60, "auto")
     (path,) = tmp_path.glob("stores/*.reuse")
     num_learned = num_in(path)
-    cold_tokens, cold = run(TEXTS[:2], 12, "off")
-    warm_tokens, warm = run(TEXTS[:2], 12, "auto")
+    cold_tokens, cold = run(12, "off")
+    warm_tokens, warm = run(12, "auto")
     assert warm_tokens == cold_tokens
     assert (cold["reuse"]["history"], warm["reuse"]["history"]) == ("cold", "warm")
-    assert warm["reuse"]["tokens_read"] == num_learned > 360
+    assert warm["reuse"]["tokens_read"] == num_learned > 150
     assert warm["reuse"]["says"] == f"began with what {num_learned} tokens had taught: {path}"
     before, after = (one["phases"]["decode"] for one in (cold, warm))
     assert after["bytes_loaded"] < 0.9 * before["bytes_loaded"]

@@ -18,13 +18,7 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.core.errors import (
-    BudgetError,
-    ConfigError,
-    EngineClosedError,
-    ModelUseError,
-    StoreError,
-)
+from expertly.core.errors import BudgetError, ConfigError, EngineClosedError, ModelUseError, StoreError
 from expertly.engine.transfer import Readers
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Case, Cases
@@ -47,19 +41,12 @@ def test_two_models_with_interleaved_passes(families: tuple[str, str], cases: Ca
         assert generate(two, second.prompts) == second.tokens
         assert_streamed(one)
         assert_streamed(two)
+        within = one.get_input_embeddings().register_forward_hook(lambda *_: (logits_of(two, second.prompts), None)[1])
+        assert generate(one, first.prompts) == first.tokens, "the other runs in the middle of its passes"
+        within.remove()
         expertly.unload(one)
         assert generate(two, second.prompts) == second.tokens, "the other is not touched"
         assert len(reader_threads()) == 4
-
-
-def test_one_model_within_anothers_pass(cases: Cases) -> None:
-    """A hook of one that runs the other in the middle of a layer."""
-    case, other = cases["qwen3_moe"], cases["gpt_oss"]
-    with loaded(case.store) as outer, loaded(other.store) as inner:
-        hook = outer.model.layers[1].register_forward_hook(lambda *args: (logits_of(inner, other.prompts), None)[1])
-        assert generate(outer, case.prompts, 4) == [tokens[:4] for tokens in case.tokens]
-        hook.remove()
-        assert generate(inner, other.prompts) == other.tokens
 
 
 def test_threads_that_share_a_model_get_the_right_tokens(cases: Cases) -> None:
@@ -145,8 +132,7 @@ def test_del_does_the_same(cases: Cases) -> None:
     engine = weakref.ref(handle(model).engine)
     del model
     gc.collect()
-    assert engine() is None
-    assert not reader_threads() and not open_files(case.store)
+    assert engine() is None and not reader_threads() and not open_files(case.store)
 
 
 # -- a load that fails -----------------------------------------------------------------------------------------------
@@ -155,41 +141,24 @@ REFUSED: list[tuple[type[ConfigError], dict[str, Any], str]] = [
     (BudgetError, {"memory": 0}, r"memory=0"),
     (BudgetError, {"memory": 100}, r"memory=100 bytes.*the least that works is \d+ bytes"),
     (BudgetError, {"context": 1 << 40, "memory": "50%"}, r"memory 50%: takes .* are free.* KV cache of \d+ tokens"),
-    (ConfigError, {"dtype": "int7"}, r"dtype='int7'.*bfloat16"),
     (ConfigError, {"dtype": "bfloat16"}, r"dtype|bfloat16"),
-    (ConfigError, {"memory": "lots"}, r"memory='lots': accepted"),
     (ConfigError, {"memory": "-5%"}, r"memory='-5%'"),
-    (ConfigError, {"system": "magic"}, r"system='magic'.*accepted: .*lru"),
     (ConfigError, {"system": "resident"}, r"resident.*needs \d+ bytes"),
-    (
-        ConfigError,
-        {"system": "mixtral-offloading"},
-        r"loop=synchronous is for simulation \(`expertly lab simulate`\); accepted: .*lru",
-    ),
-    (ConfigError, {"device": "abacus"}, r"device='abacus'.*accepted: cpu"),
+    (ConfigError, {"system": "mixtral-offloading"}, r"loop=synchronous is for simulation.*; accepted: .*lru"),
     (ConfigError, {"device": "meta"}, r"device='meta'.*accepted: cpu"),
-    (ConfigError, {"system": "lru:segments=0"}, r"segments=0: must be at least 1"),
-    (ConfigError, {"context": -1, "memory": "auto"}, r"context=-1"),
     (ConfigError, {"host_memory": "1GiB"}, r"host_memory='1GiB': there is no host tier"),
-    (
-        ConfigError,
-        {"device": "cuda:0,cuda:1"},
-        "device='cuda:0,cuda:1': unknown; accepted: cpu, cuda, cuda:N; .* workers shares",
-    ),
     *([] if torch.cuda.is_available() else [(ConfigError, {"device": "cuda"}, r"device='cuda'.*no CUDA device")]),
 ]
+"""Beside those of cli/test_refusals.py."""
 
 
 @pytest.mark.parametrize(("error", "arguments", "message"), REFUSED, ids=str)
 def test_a_load_that_cannot_work_says_what_is_accepted_and_leaves_nothing(
     error: type[ConfigError], arguments: dict[str, Any], message: str, cases: Cases
 ) -> None:
-    store = cases["qwen3_moe"].store
-    before = set(threading.enumerate())
-    with pytest.raises(error, match=message) as caught:
+    store, before = cases["qwen3_moe"].store, set(threading.enumerate())
+    with pytest.raises(error, match=message):
         expertly.load(str(store), **({"memory": "25%", "device": "cpu"} | arguments))
-    del caught
-    gc.collect()
     assert set(threading.enumerate()) <= before and not open_files(store)
 
 

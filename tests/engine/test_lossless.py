@@ -31,10 +31,10 @@ OTHERS = [("on-demand", 1, LEAST), ("lfu", 4, "25%")]
 NUM_TOKENS = 4
 
 
-def least_memory(store: str) -> int:
+def least_memory(store: str, system: str = "lru") -> int:
     """The least budget of a store, from the error that names it."""
     with pytest.raises(BudgetError) as caught:
-        expertly.load(store, memory=1, device="cpu")
+        expertly.load(store, memory=1, system=system, device="cpu")
     return int(str(caught.value).split("the least that works is ")[1].split()[0])
 
 

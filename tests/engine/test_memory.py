@@ -23,26 +23,18 @@ GIB = 1 << 30
 CPU = torch.device("cpu")
 
 
-SHARES = {"25%": 250, "12.5 %": 125, "100%": 1000}
-AMOUNTS = {"1.5GiB": 3 * GIB // 2, "800MB": 800_000_000, "64k": 65536, "4096": 4096, " 2 gib ": 2 * GIB}
+AMOUNTS: dict[str | int, int | None] = {"25%": 250, "12.5 %": 125, "100%": 1000, 4096: 4096, "auto": None}
+AMOUNTS |= {"1.5GiB": 3 * GIB // 2, "800MB": 800_000_000, "64k": 65536, "4096": 4096, " 2 gib ": 2 * GIB}
 
 
-@pytest.mark.parametrize(("stated", "nbytes"), [*(SHARES | AMOUNTS).items(), (4096, 4096), ("auto", None)])
-def test_amounts_and_shares_are_understood(stated: str | int, nbytes: int | None) -> None:
-    assert parse_memory(stated, 1000) == nbytes
-
-
-@pytest.mark.parametrize("stated", ["", "lots", "25 percent", "-1GiB", "1.5XiB", "%", "1e9"])
-def test_anything_else_is_named_with_what_is_accepted(stated: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_memory(stated, 1000)
-    assert all(words in str(caught.value) for words in (repr(stated), "25%", "auto"))
-
-
-@pytest.mark.parametrize("stated", ["0", "0%", 0])
-def test_no_memory_is_refused(stated: str | int) -> None:
-    with pytest.raises(BudgetError, match="no memory"):
-        parse_memory(stated, 1000)
+def test_amounts_and_shares_are_understood_and_anything_else_is_named() -> None:
+    assert {stated: parse_memory(stated, 1000) for stated in AMOUNTS} == AMOUNTS
+    for stated in ("", "lots", "25 percent", "-1GiB", "1.5XiB", "%", "1e9"):
+        with pytest.raises(ConfigError, match=rf"{stated!r}.*25%.*auto"):
+            parse_memory(stated, 1000)
+    for nothing in ("0", "0%", 0):
+        with pytest.raises(BudgetError, match="no memory"):
+            parse_memory(nothing, 1000)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +70,6 @@ def test_a_stated_total_is_of_everything(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
-def test_what_a_pass_takes_grows_with_what_it_reads() -> None:
-    small = {"hidden_size": 256, "intermediate_size": 1024, "num_experts_per_tok": 4}
-    large = {"text_config": {"hidden_size": 4096, "intermediate_size": 14336, "num_experts_per_tok": 2}}
-    assert pass_nbytes(small, 2) == 2 * (256 * 16 + 3 * 1024)
-    assert 4096 * pass_nbytes(large, 2) > WORKING_NBYTES, "what is known of the model counts, in both directions"
-
-
 def test_a_pass_that_does_not_fit_is_refused_with_the_numbers() -> None:
     room = RoomBeside(100 << 20, BesideExperts(0, 0, 1 << 14, 1 << 14))
     room.check(0, 3200)
@@ -99,12 +84,15 @@ def test_a_cgroups_page_cache_can_be_had_back(monkeypatch: pytest.MonkeyPatch) -
     assert available_host_nbytes() == 5 << 20
 
 
-def test_kv_cache_of_grouped_latent_and_encoder_decoder_attention() -> None:
+def test_what_a_pass_and_its_kv_cache_take() -> None:
+    small = {"hidden_size": 256, "intermediate_size": 1024, "num_experts_per_tok": 4}
+    large = {"text_config": {"hidden_size": 4096, "intermediate_size": 14336, "num_experts_per_tok": 2}}
+    assert pass_nbytes(small, 2) == 2 * (256 * 16 + 3 * 1024)
+    assert 4096 * pass_nbytes(large, 2) > WORKING_NBYTES, "what is known of the model counts, in both directions"
     grouped = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 12}
-    assert kv_cache_nbytes(grouped, 100, 2) == 12 * 2 * 64 * 100 * 2
+    for config in (grouped, {"text_config": grouped}, grouped | {"text_config": None}):
+        assert kv_cache_nbytes(config, 100, 2) == 12 * 2 * 64 * 100 * 2
     latent = {"num_attention_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
     assert kv_cache_nbytes(latent | {"v_head_dim": 8, "num_hidden_layers": 3}, 10, 4) == 3 * 4 * 24 * 10 * 4
-    assert kv_cache_nbytes(grouped | {"text_config": None}, 100, 2) == kv_cache_nbytes(grouped, 100, 2)
-    assert kv_cache_nbytes({"text_config": grouped}, 100, 2) == kv_cache_nbytes(grouped, 100, 2)
     switch = {"num_heads": 4, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2}
     assert kv_cache_nbytes(switch, 10, 4) == 4 * 4 * 16 * 10 * 4

@@ -20,16 +20,14 @@ import torch
 import expertly
 from expertly.engine import process as instructions
 from expertly.engine.process import (
-    PRIMITIVES,
     VARIABLE,
-    VARIABLES,
     WITHOUT_AMX,
     code_in,
-    keep_few_primitives,
     keep_off_trapped_instructions,
     peak_rss_nbytes,
+    rss_nbytes,
 )
-from tests.engine.observe import rss_nbytes, run_python
+from tests.engine.observe import run_python
 from tests.families import generate
 
 MIB = 1 << 20
@@ -51,33 +49,25 @@ def trap() -> None:
     os.kill(os.getpid(), signal.SIGILL)
 
 
-@pytest.mark.parametrize(
-    ("cpuinfo", "chosen", "multiply", "is_off", "patience_s"),
-    [
-        (AMX, None, trap, True, 60.0),
-        (AMX, None, lambda: None, False, 60.0),
-        (AMX, None, lambda: 1 / 0, False, 60.0),
-        (AMX, None, lambda: time.sleep(60), True, 0.5),
-        (AMX, "AVX2", trap, False, 60.0),
-        ("flags : fpu avx2\n", None, trap, False, 60.0),
-        ("", None, trap, False, 60.0),
-        (None, None, trap, False, 60.0),
-    ],
-    ids=["traps", "works", "fails otherwise", "does not end", "the user chose", "other processor", "none", "no file"],
-)
-def test_what_traps_is_switched_off(
-    cpuinfo: str | None,
-    chosen: str | None,
-    multiply: Any,
-    is_off: bool,
-    patience_s: float,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(instructions, "_PATIENCE_S", patience_s)
-    monkeypatch.setenv(VARIABLE, chosen or "")
-    if chosen is None:
-        monkeypatch.delenv(VARIABLE)
+CPUS: dict[str, tuple[str | None, str | None, Any, bool]] = {
+    "traps": (AMX, None, trap, True),
+    "works": (AMX, None, lambda: None, False),
+    "fails otherwise": (AMX, None, lambda: 1 / 0, False),
+    "does not end": (AMX, None, lambda: time.sleep(60), True),
+    "the user chose": (AMX, "AVX2", trap, False),
+    "another processor": ("flags : fpu avx2\n", None, trap, False),
+    "no file": (None, None, trap, False),
+}
+"""/proc/cpuinfo, what the user chose, what multiplying does, and whether the instructions are off afterwards."""
+
+
+@pytest.mark.parametrize("case", CPUS)
+def test_what_traps_is_switched_off(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpuinfo, chosen, multiply, is_off = CPUS[case]
+    monkeypatch.setattr(instructions, "_PATIENCE_S", 0.5 if case == "does not end" else 60.0)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(VARIABLE, chosen)
     if cpuinfo is not None:
         (tmp_path / "cpuinfo").write_text(cpuinfo)
     assert keep_off_trapped_instructions(tmp_path / "cpuinfo", multiply) == is_off
@@ -123,24 +113,20 @@ def big_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_big_store(tmp_path_factory.mktemp("big"))
 
 
-def test_unload_gives_the_memory_back(big_store: Path) -> None:
-    def load() -> Any:
-        return expertly.load(str(big_store), memory="70%", device="cpu")[0]
-
-    prompts = [torch.randint(2, 128, (64,)).tolist()]
-    for end in ("unload", "del"):
-        model = load()
-        generate(model, prompts, 8)
-        nbytes = expertly.stats(model).as_dict()["memory_bytes"]
-        assert nbytes > 190 << 20
-        full = rss_nbytes()
-        if end == "unload":
-            expertly.unload(model)
-        else:
-            del model
-            gc.collect()
-        freed = full - rss_nbytes()
-        assert freed > 0.9 * nbytes, f"{end}: {freed >> 20} of {nbytes >> 20} MiB came back"
+@pytest.mark.parametrize("end", ["unload", "del"])
+def test_unload_gives_the_memory_back(end: str, big_store: Path) -> None:
+    model, _ = expertly.load(str(big_store), memory="70%", device="cpu")
+    generate(model, [torch.randint(2, 128, (64,)).tolist()], 4)
+    nbytes = expertly.stats(model).as_dict()["memory_bytes"]
+    assert nbytes > 190 << 20
+    full = rss_nbytes()
+    if end == "unload":
+        expertly.unload(model)
+    else:
+        del model
+        gc.collect()
+    freed = full - rss_nbytes()
+    assert freed > 0.9 * nbytes, f"{freed >> 20} of {nbytes >> 20} MiB came back"
 
 
 PEAK = """
@@ -153,7 +139,7 @@ before = peak_rss_nbytes()
 import expertly
 model, _ = expertly.load(sys.argv[1], memory="25%", system="expertly:segments=4", device="cpu")
 ids = torch.randint(2, 128, (1, 64), generator=torch.Generator().manual_seed(0))
-model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
 stats = expertly.stats(model).as_dict()
 from expertly.api import handle
 print(peak_rss_nbytes() - before, handle(model).store.dense_nbytes, stats["memory_bytes"], stats["expert_bytes"])
@@ -173,13 +159,12 @@ import sys, torch
 torch.set_num_threads(1)
 import expertly
 from expertly.api import handle
-from expertly.engine.process import peak_rss_nbytes
-from tests.engine.observe import rss_nbytes
+from expertly.engine.process import peak_rss_nbytes, rss_nbytes
 model, _ = expertly.load(memory="25%", device="cpu")
 resident, dice = [], torch.Generator().manual_seed(0)
-for num_tokens in range(96, 288, 48):
+for num_tokens in (96, 144, 240):
     ids = torch.randint(2, 8000, (1, num_tokens), generator=dice)
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
     resident.append(rss_nbytes())
 weights = handle(model).store.dense_nbytes + expertly.stats(model).as_dict()["memory_bytes"]
 print(peak_rss_nbytes() - weights, *resident)
@@ -188,7 +173,7 @@ print(peak_rss_nbytes() - weights, *resident)
 
 def test_little_memory_is_taken_beside_weights_and_cache() -> None:
     """Whatever lengths prompts have: each gives experts other numbers of rows."""
-    result = run_python(BESIDE, limit=240)
+    result = run_python(BESIDE)
     assert result.returncode == 0, result.stderr
     peak, *resident = map(int, result.stdout.split())
     assert peak <= 410 * 10**6, f"{peak / 1e6:.0f} MB"
@@ -200,7 +185,7 @@ from expertly.engine.process import give_back_code, keep_off_trapped_instruction
 keep_off_trapped_instructions()
 import torch
 torch.set_num_threads(1)
-from tests.engine.observe import rss_nbytes
+from expertly.engine.process import rss_nbytes
 x = torch.ones(64, 64, dtype=torch.bfloat16)
 before, product = rss_nbytes(), torch.nn.functional.linear(x, x)
 given = give_back_code()
@@ -217,39 +202,19 @@ def test_code_that_only_importing_ran_is_given_back_and_products_run_on_this_mac
     assert (is_same, value) == ("True", "64.0"), "and what is needed again comes back"
 
 
-SMAPS = """\
-1000-3000 r-xp 00000000 fe:00 12    /usr/lib/libplain.so
-Rss:                   8 kB
-Anonymous:             0 kB
-3000-5000 r-xp 00000000 fe:00 12    /usr/lib/libpatched.so
-Rss:                   8 kB
-Anonymous:             4 kB
-5000-7000 rw-p 00000000 fe:00 12    /usr/lib/libplain.so
-Rss:                   8 kB
-Anonymous:             0 kB
-7000-9000 r-xp 00000000 00:00 0
-Rss:                   8 kB
-Anonymous:             0 kB
-9000-b000 r-xp 00000000 fe:00 12    /usr/lib/libgone.so (deleted)
-Rss:                   8 kB
-Anonymous:             0 kB
-b000-d000 r-xp 00000000 fe:00 12    /usr/lib/lib with space.so
-Rss:                   4 kB
-Anonymous:             0 kB
-VmFlags: rd ex
-"""
+def smaps(*regions: tuple[str, int]) -> str:
+    """Of memory of two pages each: how it is mapped, and how much of it was written to."""
+    lines = [
+        f"{2 * number + 1:x}000-{2 * number + 3:x}000 {mapping}\nRss: 8 kB\nAnonymous: {changed} kB"
+        for number, (mapping, changed) in enumerate(regions)
+    ]
+    return "\n".join([*lines, "VmFlags: rd ex\n"])
 
 
 def test_only_code_that_can_be_read_again_is_given_back() -> None:
-    assert code_in(SMAPS) == [(0x1000, 0x3000, 8192), (0xB000, 0xD000, 4096)]
-
-
-def test_the_environment_decides_how_many_primitives_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = VARIABLES
-    monkeypatch.setenv(first, "300")
-    monkeypatch.delenv(second, raising=False)
-    keep_few_primitives()
-    assert (os.environ[first], os.environ[second]) == ("300", str(PRIMITIVES))
+    code, data = "r-xp 00000000 fe:00 12    /usr/lib/lib with space.so", "rw-p 00000000 fe:00 12    /usr/lib/lib.so"
+    text = smaps((code, 0), (code, 4), (data, 0), ("r-xp 00000000 00:00 0", 0), (f"{code} (deleted)", 0), (code, 0))
+    assert code_in(text) == [(0x1000, 0x3000, 8192), (0xB000, 0xD000, 8192)]
 
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -263,7 +228,7 @@ import expertly
 ids = torch.randint(2, 128, (1, 64), generator=torch.Generator().manual_seed(0))
 for budget in ({"memory": "auto"}, {"total_memory": 500 << 20}):
     model, _ = expertly.load(sys.argv[1], context=128, device="cpu", **budget)
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
     stats = expertly.stats(model).as_dict()
     expertly.unload(model)
     print(stats["memory_bytes"], stats["expert_bytes"], stats["bytes_loaded"])
@@ -319,21 +284,16 @@ print(stats["memory_bytes"], stats["expert_bytes"])
 """
 
 
-@pytest.fixture(scope="module")
-def wide_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 16384}
-    return make_big_store(tmp_path_factory.mktemp("wide"), **sizes, dtype=torch.bfloat16, quantize="int4")
-
-
-@pytest.mark.parametrize("instructions", ["ALL", "AVX512_CORE_VNNI"])
 def test_a_prompt_of_a_quantised_model_with_wide_experts_fits_what_is_left(
-    wide_store: Path, cgroup: Path, monkeypatch: pytest.MonkeyPatch, instructions: str
+    tmp_path: Path, cgroup: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An expert of 1.7 MiB is 12 MiB when it is decoded, and activations of a token are 256 KiB. Without instructions
-    for bfloat16, oneDNN has results in float32 beside them.
+    for bfloat16, oneDNN has results in float32 beside them, which is most.
     """
-    monkeypatch.setenv(VARIABLE, instructions)
-    result = run_python(WIDE, str(wide_store), str(cgroup), limit=120)
+    sizes = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 16384}
+    store = make_big_store(tmp_path, **sizes, dtype=torch.bfloat16, quantize="int4")
+    monkeypatch.setenv(VARIABLE, "AVX512_CORE_VNNI")
+    result = run_python(WIDE, str(store), str(cgroup))
     assert result.returncode == 0, result.stderr or "killed"
     budget, experts = map(int, result.stdout.split())
     assert 0 < budget < experts

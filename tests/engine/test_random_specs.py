@@ -1,31 +1,21 @@
-"""Systems of parts taken at random, in memories and cuts taken at random: the tokens of the
-unmodified model, and slots that agree, each time.
-"""
+"""Systems of parts taken at random, in memories and cuts taken at random, give the tokens of the unmodified model."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import expertly
 from expertly.api import handle
 from expertly.core.errors import BudgetError, ConfigError
-from expertly.scheduler.systems import (
-    ACCEPTED,
-    OF_PREDICTION,
-    OVERLAPPED,
-    SYSTEMS,
-    System,
-    get_system,
-    runnable_systems,
-)
+from expertly.scheduler import systems
+from expertly.scheduler.systems import ACCEPTED, OF_PREDICTION, SYSTEMS, System, get_system
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded, recorded_decisions
+from tests.engine.test_lossless import LEAST, least_memory
 from tests.families import generate, make_prompts
 from tests.tables import seeds
 
@@ -38,29 +28,21 @@ NUMBERS = {"distance": (1, 2, 100), "segments": (1, 2, 4, 16)}
 def random_system(dice: random.Random) -> System:
     """A preset with other parts, of those that an engine can run."""
     while True:
-        name = dice.choice(runnable_systems())
+        name = dice.choice(systems.runnable_systems())
         values = {key: sorted(accepted) for key, accepted in ACCEPTED.items()} | NUMBERS
-        given = {key: dice.choice(values[key]) for key in values if dice.random() < CHANCES.get(key, 0.2)}
-        if given.get("prediction", SYSTEMS[name].prediction) == "none":
-            given = {key: value for key, value in given.items() if key not in OF_PREDICTION}
+        parts = {key: dice.choice(values[key]) for key in values if dice.random() < CHANCES.get(key, 0.2)}
+        if parts.get("prediction", SYSTEMS[name].prediction) == "none":
+            parts = {key: value for key, value in parts.items() if key not in OF_PREDICTION}
         with contextlib.suppress(ConfigError):
-            system = get_system(":".join([name, *(f"{key}={value}" for key, value in given.items())]))
-            if "future" not in system.needs and system.loop == OVERLAPPED:
+            system = get_system(":".join([name, *(f"{key}={value}" for key, value in parts.items())]))
+            if "future" not in system.needs and system.loop == systems.OVERLAPPED:
                 return system
 
 
 def random_settings(dice: random.Random, system: System, store: Path) -> dict[str, Any]:
     """Where and in how much memory it runs: often in the least."""
-    settings: dict[str, Any] = {"system": system.name, "memory": dice.choice(["least", "least", "30%", "60%"])}
-    if system.keeps_everything:
-        settings["memory"] = "100%"
-    if settings["memory"] == "least":
-        with pytest.raises(BudgetError) as caught:
-            expertly.load(str(store), device="cpu", **settings | {"memory": 1})
-        found = re.search(r"the least that works is (\d+)", str(caught.value))
-        assert found is not None
-        settings["memory"] = int(found[1])
-    return settings
+    memory = "100%" if system.keeps_everything else dice.choice([LEAST, LEAST, "30%", "60%"])
+    return {"system": system.name, "memory": least_memory(str(store), system.name) if memory == LEAST else memory}
 
 
 @pytest.mark.parametrize("seed", seeds(2, 8))

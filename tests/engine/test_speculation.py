@@ -13,12 +13,12 @@ from expertly.core.errors import ConfigError
 from expertly.model.generation import NUM_DRAFTED, generation_config
 from expertly.model.generation import generate as generate_one
 from tests.engine.conftest import Cases
-from tests.engine.observe import assert_streamed, loaded
+from tests.engine.observe import loaded
 from tests.families import generate
 
 SAID = [5, 61, 7, 80, 23, 90, 11, 42, 3, 77, 34, 56, 19, 68, 100, 28]
 PROMPT = SAID * 2
-NUM_NEW = 90
+NUM_NEW = 40
 
 
 class Repeats(LogitsProcessor):
@@ -40,26 +40,15 @@ def looked_up(model: Any, **settings: Any) -> list[list[int]]:
     return written(model, prompt_lookup_num_tokens=NUM_DRAFTED, **settings)
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("qwen3_moe", {"system": "expertly", "segments": 4}),
-        ("gpt_oss", {"system": "fmoe", "memory": "50%"}),
-        ("glm4_moe", {"system": "resident", "memory": "100%"}),
-    ],
-)
-def test_tokens_are_those_of_the_unmodified_model_in_fewer_passes(
-    family: str, settings: dict[str, Any], cases: Cases
-) -> None:
-    case = cases[family]
+@pytest.mark.parametrize("system", ["fmoe", "resident"])
+def test_tokens_are_those_of_the_unmodified_model_in_fewer_passes(system: str, cases: Cases) -> None:
+    case = cases["gpt_oss"]
     expected = written(case.reference)
-    with loaded(case.store, **settings) as model:
+    with loaded(case.store, system=system, memory="100%" if system == "resident" else "50%") as model:
         assert written(model) == expected
         before = expertly.stats(model).as_dict()["phases"]["decode"]
         assert looked_up(model) == expected
         decode = expertly.stats(model).as_dict()["phases"]["decode"]
-        if settings["system"] != "resident":
-            assert_streamed(model)
     num_passes, num_rows = (decode[name] - before[name] for name in ("iterations", "tokens"))
     assert num_passes < NUM_NEW * 3 // 4, "some drafted tokens were accepted"
     assert num_rows > NUM_NEW, "a verified token counts as decode"

@@ -189,7 +189,9 @@ def test_what_cannot_be_rounded_is_refused(
     if model == "quantised":
         make_mxfp4_checkpoint(tmp_path / model)
     else:
-        make_checkpoint(sized("qwen3_moe", **({"moe_intermediate_size": 48} if model == "narrow" else {})), model)
+        make_checkpoint(
+            sized("qwen3_moe", **({"moe_intermediate_size": 48} if model == "narrow" else {})), tmp_path / model
+        )
     if model == "nan":
         change(tmp_path / model, damage)
     elif model == "store":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +66,6 @@ def run_command(*arguments: str) -> tuple[int, dict[str, Any]]:
     return status, printed
 
 
-def all_systems() -> list[str]:
-    """The presets, as `expertly systems` lists them."""
-    status, printed = run_command("systems")
-    assert status == 0
-    return [system["name"] for system in printed["systems"]]
-
-
 def first_words(message: str, num: int = 4) -> str:
     """What an error says, without the part that is likely to be reworded."""
     return " ".join(message.split()[:num]).rstrip(",;:")
-
-
-def selected(cases: Mapping[str, Case], segments: int, memories: Sequence[str]) -> dict[str, Case]:
-    """The cases of this P and of these memories."""
-    endings = tuple(case_name("", memory, segments) for memory in memories)
-    return {name: case for name, case in cases.items() if name.endswith(endings)}

@@ -9,12 +9,13 @@ So a system that predicts has two kinds of cases: at every memory all counts, wi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import expertly
-from tests.golden.cases import MEMORIES, SEGMENTS, Case, case_name, first_words, preset_of, run_command
+from expertly.scheduler.systems import SYSTEMS
+from tests.golden.cases import MEMORIES, SEGMENTS, Case, case_name, first_words, preset_of
 
 FILE = "engine.json"
 PROMPTS = (
@@ -60,15 +61,15 @@ def make_transfers_instant(model: Any) -> None:
 
 
 def case_names() -> list[str]:
-    """Of all cases: the presets as `expertly systems` lists them."""
+    """Of all cases."""
     names, as_they_are = [], []
-    for preset, prediction in _predictions().items():
+    for preset, of_preset in SYSTEMS.items():
         if preset in REFUSED:
             names.append(case_name(preset, "25%", 1))
             continue
         memories = ("25%", "100%") if preset == "resident" else MEMORIES
         names += [case_name(preset, memory, segments) for memory in memories for segments in SEGMENTS]
-        if prediction != "none":
+        if of_preset.prediction != "none":
             as_they_are.append(case_name(preset, "25%", 4) + AS_IT_IS)
     return [*names, *as_they_are]
 
@@ -79,21 +80,14 @@ def run(name: str) -> Case:
     from transformers import GenerationConfig
 
     system, memory, segments = name.removesuffix(AS_IT_IS).split(" ")
-    predicts = _predictions()[system.split(":")[0]] != "none"
-    if system != "resident":
-        system = f"{system}:segments={segments.removeprefix('P=')}"
+    predicts = SYSTEMS[preset_of(name)].prediction != "none"
+    spec = system if system == "resident" else f"{system}:segments={segments.removeprefix('P=')}"
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model, _ = expertly.load(
-            system=system,
-            memory=memory,
-            device="cpu",
-            dtype="float32",
-            learned="off",
-        )
+        model, _ = expertly.load(system=spec, memory=memory, device="cpu", dtype="float32", learned="off")
     except Exception as error:  # whichever: it is compared
-        return {"error": first_words(str(error).replace(f"{name.split()[0]}:segments={segments[2:]}", name.split()[0]))}
+        return {"error": first_words(str(error).replace(spec, system))}
     try:
         if predicts and not name.endswith(AS_IT_IS):
             make_transfers_instant(model)
@@ -125,11 +119,3 @@ def record(systems: Sequence[str]) -> dict[str, Case]:
             again = run(name)
             assert again == cases[name], f"{name}: {cases[name]}, then {again}"
     return cases
-
-
-@cache
-def _predictions() -> Mapping[str, str]:
-    """What each preset predicts by; "none" where it predicts nothing."""
-    status, printed = run_command("systems")
-    assert status == 0
-    return {system["name"]: system["prediction"] for system in printed["systems"]}

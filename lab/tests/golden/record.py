@@ -23,7 +23,7 @@ from lab.tests.golden import simulator
 from lab.tests.golden.simulator import FOLDER, REPOSITORY
 from tests.golden import engine
 from tests.golden.cases import FOLDER as OF_PRODUCT
-from tests.golden.cases import SEGMENTS, Case, all_systems, preset_of, read_cases, write_cases
+from tests.golden.cases import SEGMENTS, Case, preset_of, read_cases, write_cases
 
 
 def record_simulator(replay_in: Callable[[Path], simulator.Replay], systems: Sequence[str]) -> dict[str, Case]:
@@ -62,7 +62,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     for name in args.only or RECORDERS:
-        cases = RECORDERS[name](args.system or all_systems())
+        cases = RECORDERS[name](args.system or list(SYSTEMS))
         if args.system:
             cases = {**recorded(name), **cases}
         for folder, part in parts(name, cases).items():
