@@ -12,13 +12,13 @@ import torch
 from tests.families import make_model
 from tests.model.checkpoints import in_groups, read_tensors, write_checkpoint
 
-GROUP = 128
-
 Scheme = Mapping[str, Any]
 """Fields of `weights`, and beside them `format`, `scales` (their dtype), `targets`, `activations`."""
 
 
-def make_compressed(folder: Path, dtype: torch.dtype, *schemes: Scheme, static: bool = False) -> tuple[Path, Path]:
+def make_compressed(
+    folder: Path, dtype: torch.dtype, *schemes: Scheme, static: bool = False, group: int = 128
+) -> tuple[Path, Path]:
     """qwen3_moe with its linear layers in the first scheme whose `targets` are in their names; and the decoded one.
     `static`: each has the scale of its activations, too.
     """
@@ -27,7 +27,7 @@ def make_compressed(folder: Path, dtype: torch.dtype, *schemes: Scheme, static: 
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
     source = folder.with_name(f"{folder.name}-source")
-    make_model(in_groups(GROUP), dtype=dtype).save_pretrained(source)
+    make_model(in_groups(group), dtype=dtype).save_pretrained(source)
     groups, decoded, tensors = {}, {}, {}
     for number, fields in enumerate(schemes):
         args = {

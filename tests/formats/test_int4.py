@@ -176,7 +176,7 @@ def test_a_zero_point_that_readers_understand_differently_is_refused(tmp_path: P
         ("gptq", "rotation", "hadamard", "None"),
         ("autoawq", "bits", 3, "4"),
         ("autoawq", "version", "gemv", "'gemm'"),
-        ("int4", "format", "marlin-24", "'pack-quantized' or "),
+        ("int4", "config_groups.group_0.format", "marlin-24", "'pack-quantized' or "),
         ("int4", "config_groups", {}, "an object of groups"),
         ("int4", "config_groups.group_0.weights", None, "an object with `weights`"),
         ("int4", "config_groups.group_0.weights.num_bits", 1, "2 or 3 or 4 or 5 or 6 or 7 or 8"),

@@ -120,32 +120,10 @@ def make_int4_checkpoint(
     folder: Path, dtype: torch.dtype = torch.bfloat16, group: int = 32, scales: torch.dtype = torch.bfloat16
 ) -> Path:
     """qwen3_moe in INT4 as compressed-tensors packs it: linear layers, those of experts too, but not lm_head."""
-    pytest.importorskip("compressed_tensors", reason="makes these checkpoints")
-    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+    from tests.formats.compressed import make_compressed
 
-    args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group, symmetric=True)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    config = QuantizationConfig(
-        config_groups={"group_0": scheme},
-        format="pack-quantized",
-        quantization_status="compressed",
-        ignore=["lm_head", "re:.*mlp.gate$"],
-    )
-    source = folder.with_name(f"{folder.name}-source")
-    make_model(in_groups(group), dtype=dtype).save_pretrained(source)
-    tensors = {}
-    for name, tensor in read_tensors(source).items():
-        if not name.endswith("_proj.weight"):
-            tensors[name] = tensor
-            continue
-        tensor = tensor * (64 / tensor.shape[1]) ** 0.5  # wider sums would make more of what is rounded
-        sizes = tensor.float().unflatten(-1, (-1, group)).abs().amax(dim=-1)
-        state = {"weight": tensor.to(scales), "weight_scale": (sizes / 7.5).to(scales)}
-        stem = name.removesuffix(".weight")
-        for part, packed in PackedQuantizationCompressor.compress(state, scheme).items():
-            tensors[f"{stem}.{part}"] = packed
-    return write_checkpoint(folder, tensors, source, quantization_config=config.model_dump(mode="json"))
+    scheme = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "format": "pack-quantized"}
+    return make_compressed(folder, dtype, scheme | {"scales": scales}, group=group)[0]
 
 
 def load_dequantised(source: Path, **options: Any) -> PreTrainedModel:

@@ -229,14 +229,14 @@ class ModelOptLayout(Layout):
         return [*lead, 2 * width if dtype == "U8" else width]
 
     def accepted(self, stem: str, tensors: Mapping[str, Header], size: list[int]) -> Accepted:
-        shape, (dtype, scales), (*lead, rows, columns) = tensors[_WEIGHT][1], tensors[_SCALE], size
-        blocks = [*lead, -(-rows // BLOCK), -(-columns // BLOCK)]
+        (dtype, shape), scales, (*lead, rows, columns) = tensors[_WEIGHT], tensors[_SCALE][1], size
+        numbers: Accepted = {_WEIGHT: (("U8", "F8_E4M3"), [shape])}
+        if dtype == "U8":
+            groups = [*lead, rows, columns // _NVFP4_GROUP]
+            return {**numbers, _SCALE: (("F8_E4M3",), [groups]), _FACTOR: (("F32",), [[], [1]])}
         is_fitting = block_of(size, scales, (BLOCK, BLOCK)) is not None
-        accepted = {
-            _WEIGHT: (("U8", "F8_E4M3"), [shape]),
-            _SCALE: ((dtype,), [scales] if is_fitting else [blocks]),
-        }
-        return accepted | ({_FACTOR: (("F32",), [[], [1]])} if _FACTOR in tensors else {})
+        blocks = [*lead, -(-rows // BLOCK), -(-columns // BLOCK)]
+        return {**numbers, _SCALE: ((*FLOATS, "F8_E8M0", "U8"), [scales if is_fitting else blocks])}
 
     def form_of(self, stem: str, tensors: Mapping[str, Header]) -> TiledFormat | None:
         if tuple(tensors) == self.suffixes:

@@ -273,6 +273,7 @@ class GgufLayout(Layout):
 
     suffixes = ("",)
     ignored = ()
+    least_dimensions = 1
 
     def __init__(self) -> None:
         pass

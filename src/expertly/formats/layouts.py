@@ -51,6 +51,7 @@ class Layout:
     renamed: Mapping[str, str] = {}
     """Other endings that checkpoints have for `suffixes`."""
     ignored: tuple[str, ...] = ACTIVATIONS
+    least_dimensions = 2  # of numbers
 
     def __init__(self, quantization: Mapping[str, Any], dtype: str) -> None:
         """Raises UnsupportedModelError naming the field of the config that is not supported."""
@@ -100,7 +101,7 @@ class Layout:
         if further := [ending for ending in tensors if ending not in needed]:
             raise CheckpointError(f"tensor '{stem}{further[0]}': {WHERE} has none such; accepted: {', '.join(needed)}")
         dtype, shape = tensors[needed[0]]
-        if len(shape) < 2:
+        if len(shape) < self.least_dimensions:
             raise CheckpointError(f"tensor '{stem}{needed[0]}': {dtype} {list(shape)}: must have two dimensions")
         size = self.size(stem, tensors)
         for ending, (dtypes, shapes) in self.accepted(stem, tensors, size).items():
