@@ -5,7 +5,7 @@
 #   PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"   for every pip install: here, PyTorch's smaller
 #                                        build for machines without a GPU
 #   TRANSFORMERS="5.17.* 5.*"            versions that test-versions tries
-#   JOBS=2                               tests at a time; those marked "alone" come after the others
+#   JOBS=2                               tests at a time
 #   PYTEST_FLAGS="-m gpu"                for make unit and make test: the tests of these flags, one at a time
 PYTHON ?= python3
 VENV ?= .venv
@@ -78,22 +78,18 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Of a folder: those that may run beside others, then those that may not.
-define pytest
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone" $(1)
-	files=$$(grep -rl --include='*.py' 'mark\.alone' $(1)) || exit 0; \
-	    $(BIN)/python -m pytest -q -m alone $$files
-endef
+# Each worker begins with a part of the files, and takes over some of another's when it is done.
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 unit: $(STAMP)
 ifeq ($(strip $(PYTEST_FLAGS)),)
-	$(call pytest,tests)
+	$(PYTEST) tests
 else
 	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
 endif
 
 test-lab: $(STAMP)
-	$(call pytest,lab/tests)
+	$(PYTEST) lab/tests
 
 # In a folder of its own: beside torch it makes processes that import torch._dynamo 70 MiB larger, which tests would see.
 $(TRITON_STAMP): $(STAMP)
@@ -101,7 +97,7 @@ $(TRITON_STAMP): $(STAMP)
 	@touch $@
 
 triton: $(TRITON_STAMP)
-	PYTHONPATH=$(abspath $(VENV)/triton) $(BIN)/python -m pytest -q -n $(JOBS) tests/native/test_triton.py
+	PYTHONPATH=$(abspath $(VENV)/triton) $(PYTEST) tests/native/test_triton.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -47,8 +47,8 @@ class RunningCommand:
         self._files = [printed / "stdout", printed / "stderr"]
         for file in self._files:
             file.write_text("")
-        told = (arguments, [stdin, *self._files], dict(os.environ), folder, path, within)
-        self.process = context.Process(target=_run, args=told)
+        how = (arguments, [stdin, *self._files], dict(os.environ), folder, path, within)
+        self.process = context.Process(target=_run, args=how)
         self.process.start()
 
     @property
@@ -151,6 +151,6 @@ def start(imported: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         return started[-1]
 
     yield begin
-    for one in started:
-        one.process.kill()
-        one.process.join()
+    for command in started:
+        command.process.kill()
+        command.process.join()

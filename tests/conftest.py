@@ -28,16 +28,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jo
 process.keep_off_trapped_instructions()  # before any reference model multiplies
 
 
-LONGEST = (
-    *("cli/test_compare.py", "serve/test_many.py", "serve/test_fuzz.py", "papers/test_runs.py"),
-    *("test_examples.py", "test_extending.py", "cli/test_compare_trace.py"),
-    *("engine/test_worker_processes.py", "engine/test_every_family.py", "engine/test_process.py"),
-    *("hostile/test_tokenizer.py", "test_golden_engine.py", "test_golden.py", "formats/test_formats.py"),
-    *("engine/test_lossless.py", "scheduler/test_random_systems.py", "tools/test_peers.py"),
-)
-"""These files run first: no worker is to begin a long one when the others have nothing left."""
-
-
 @pytest.fixture(autouse=True, scope="session")
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where this run's packed stores go."""
@@ -81,10 +71,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu_items:
-        return
-    if not torch.cuda.is_available():
+    if gpu_items and not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -54,11 +54,6 @@ class Preads:
             return -1
 
 
-def path_of(file: int) -> Path:
-    """Of an open file."""
-    return Path(os.readlink(f"/proc/self/fd/{file}"))
-
-
 class Disk:
     """An ExtentSource, whose files `put` has readers open and read. Each read is noted when it begins, and ends
     when it is let go; with `dice` after a moment, at random.
@@ -110,7 +105,7 @@ class Disk:
     def until_begun(self, count: int) -> list[Read]:
         """Wait until so many reads have begun, and a little for one too many."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.begun) >= count, 20), self.begun
+            assert self._changed.wait_for(lambda: len(self.begun) >= count, 60), self.begun
         time.sleep(0.02)
         return list(self.begun)
 
@@ -125,7 +120,7 @@ class Disk:
             self.begun.append((layer, expert))
             self._changed.notify_all()
             while self._is_held and (layer, expert) not in self._may_end:
-                assert self._changed.wait(20), "nobody lets this read end"
+                assert self._changed.wait(60), "nobody lets this read end"
             if self._is_held:
                 self._may_end.remove((layer, expert))
         if self._dice is not None:

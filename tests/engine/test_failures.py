@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from expertly.scheduler.slots import LOADING, PREFETCHING
 from expertly.store.packed import PackedStore, experts_name
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
-from tests.engine.disk import Preads, path_of
+from tests.engine.disk import Pread, Preads
 from tests.engine.failing import raising
 from tests.engine.observe import assert_streamed, loaded, open_files, prediction, reader_threads
 from tests.engine.predictors import Failing
@@ -53,39 +55,31 @@ def assert_works(model: Any, case: Case) -> None:
 # -- reads -----------------------------------------------------------------------------------------------------------
 
 
-class FailOnce:
-    """A pread that fails at its `at`-th call, once."""
+def failing_once(at: int) -> Pread:
+    """A pread that fails at its `at`-th call."""
+    calls = count(1)  # from several threads
 
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.path: Path | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self, file: int, buffer: memoryview, offset: int) -> int:
-        with self._lock:
-            self.at -= 1
-            is_now = self.at == 0
-        if is_now:
-            self.path = path_of(file)
+    def read(file: int, buffer: memoryview, offset: int) -> int:
+        if next(calls) == at:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return os.preadv(file, [buffer], offset)
+
+    return read
 
 
 @pytest.mark.parametrize(("at", "system", "segments"), [(1, "on-demand", 1), (40, "lru", 4), (5, "static", 1)])
 def test_one_read_error(at: int, system: str, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, fail = cases["qwen3_moe"], FailOnce(at)
-    reads = Preads(monkeypatch)
+    case, reads = cases["qwen3_moe"], Preads(monkeypatch)
     with loaded(case.store, system=system, segments=segments, memory="30%") as model:
-        reads.call = fail
+        reads.call = failing_once(at)
         with pytest.raises(TransferError, match=r"experts-\d+\..*Input/output error"):
             generate(model, case.prompts)
-        assert fail.path is not None
         assert_works(model, case)
 
 
 def test_a_read_error_while_preloading_leaves_nothing(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail, before = FailOnce(9), threading.active_count()
-    Preads(monkeypatch, fail)
+    before = threading.active_count()
+    Preads(monkeypatch, failing_once(9))
     with pytest.raises(TransferError, match="Input/output error"):
         expertly.load(str(cases["qwen3_moe"].store), system="resident", device="cpu")
     assert threading.active_count() == before and not reader_threads()
@@ -171,24 +165,20 @@ def test_two_interrupts_while_a_disk_is_slow(system: str, cases: Cases, monkeypa
         check_nothing_moves(model)
 
 
-class InterruptAt:
-    """Sends SIGINT before the `at`-th line that runs in the engine, the scheduler or the policies."""
+ROOMS = re.compile("/expertly/(engine|scheduler|policies)/")
 
-    def __init__(self, at: int) -> None:
-        self.left = at
 
-    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        name = frame.f_code.co_filename
-        is_ours = "/expertly/engine/" in name or "/expertly/scheduler/" in name or "/expertly/policies/" in name
-        return self._line if is_ours else None
+def interrupt_at(number: int) -> Any:
+    """A tracer that sends SIGINT before so many lines have run in these rooms."""
+    lines = count(1)
 
-    def _line(self, frame: Any, event: str, arg: Any) -> Any:
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-        return self._line
+    def line(frame: Any, event: str, arg: Any) -> Any:
+        if event == "line" and next(lines) == number:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return line
+
+    return lambda frame, event, arg: line if ROOMS.search(frame.f_code.co_filename) else None
 
 
 @pytest.mark.parametrize(
@@ -196,7 +186,7 @@ class InterruptAt:
     [
         (range(3, 9000, 818), "expertly"),
         (range(412, 9000, 818), "expertly:segments=4"),
-        (range(5, 9000, 409), "fmoe"),
+        (range(5, 9000, 613), "fmoe"),
     ],
     ids=["P=1", "P=4", "fmoe"],
 )
@@ -205,7 +195,7 @@ def test_an_interrupt_at_any_line_leaves_a_model_that_works(lines: range, system
     with loaded(case.store, system=system) as model:
         generate(model, case.prompts, 3)
         for at in lines:
-            sys.settrace(InterruptAt(at))
+            sys.settrace(interrupt_at(at))
             try:
                 with pytest.raises(KeyboardInterrupt):
                     generate(model, case.prompts)

@@ -119,7 +119,7 @@ def test_unload_while_another_thread_generates(cases: Cases, monkeypatch: pytest
             for _ in range(7 * number + 1):
                 reads.acquire()
             expertly.unload(model)
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
         assert isinstance(raised.pop(), EngineClosedError)
         assert not reader_threads() and not open_files(case.store)

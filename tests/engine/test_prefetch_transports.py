@@ -34,7 +34,7 @@ from tests.scheduler.soak import LAYERS, RandomPredictor, nothing_seen, random_r
 
 pytestmark = pytest.mark.timeout(120)
 
-SHARES = (0.4, 0.5, 0.6, 0.7, 0.8)
+SHARES = (0.4, 0.6, 0.8)
 
 
 class WatchedDevice(CudaDevice):

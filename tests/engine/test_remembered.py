@@ -80,11 +80,8 @@ def changed(**changes: Any) -> Callable[[dict[str, Any]], object]:
 
 DAMAGED = {
     "code": (changed(system="lru:eviction=os.system"), "system='lru:eviction=os.system'"),
-    "no system": (changed(system="best"), "system='best'"),
-    "no memory": (changed(memory_nbytes=0), "memory_nbytes"),
     "too much memory": (changed(memory_nbytes=1 << 61), "memory_nbytes"),
     "a field too many": (changed(more=1), "more"),
-    "a field too few": (lambda entry: entry.pop("machine"), "machine"),
 }
 """What is done to an entry of the file, and what the error names."""
 

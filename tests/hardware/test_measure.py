@@ -40,7 +40,6 @@ def test_scratch_file_stops_when_time_is_up_and_is_removed_after_an_error(tmp_pa
         pass
 
 
-@pytest.mark.alone
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs the kernel's I/O counters")
 def test_disk_rate_counts_what_the_kernel_counts(scratch: Path):
     def read_nbytes() -> int:
