@@ -50,7 +50,7 @@ runs the model, once a forward pass.
 """
 
 Failed = Callable[[Sequence[str], Sequence[str], BaseException], None]
-"""`failed(of_step, others, error)`: requests of the forward pass that failed, and those that were not in it. A thread
+"""`failed(of_step, waiting, error)`: requests of the forward pass that failed, and those that were not in it. A thread
 of the stepper calls it. The stepper has dropped them all, and takes new ones.
 """
 
@@ -174,9 +174,9 @@ class Batch:
             max_requests_per_batch=limits.max_requests,
             **settings,
         )
-        own = _greedy_config(self._model, 1)
-        own.eos_token_id = -1 if own.eos_token_id is None else own.eos_token_id  # each request has its own
-        manager = self._model.init_continuous_batching(own, config)
+        greedy = _greedy_config(self._model, 1)
+        greedy.eos_token_id = -1 if greedy.eos_token_id is None else greedy.eos_token_id  # each request has its own
+        manager = self._model.init_continuous_batching(greedy, config)
         manager.logit_processor = self._processor
         self._processor.has_run = False
         manager.start()
@@ -215,7 +215,7 @@ class Batch:
                 return
             in_pass = {future.state.request_id for future in self._processor.in_pass}
             of_step = [name for name in self._running if name in in_pass]
-            others = [name for name in self._running if name not in in_pass]
+            waiting = [name for name in self._running if name not in in_pass]
             self._running.clear()
             self._processor.in_pass = []
             self._processor.num_cached.clear()
@@ -226,10 +226,10 @@ class Batch:
                 self._manager = self._make()
             except Exception as raised:  # of any kind: nothing runs any more, and all requests must fail
                 self._is_closed = True
-                others = []
+                waiting = []
                 if raised is not error:
                     error = EngineClosedError(f"continuous batching could not be begun again: {raised}")
-        self._failed(of_step, others, error)
+        self._failed(of_step, waiting, error)
 
 
 class _ChoosingProcessor:
@@ -359,7 +359,7 @@ def why_not_together(model: Any, page_tokens: int) -> str | None:
         events.put(None)
         return [None] * len(names)
 
-    def failed(of_step: Sequence[str], others: Sequence[str], error: BaseException) -> None:
+    def failed(of_step: Sequence[str], waiting: Sequence[str], error: BaseException) -> None:
         events.put(error)
 
     error: BaseException | None = None

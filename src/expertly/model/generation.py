@@ -147,8 +147,8 @@ def generation_config(
 
 def stop_strings(model: Any) -> list[str]:
     """The texts that end a text, from the model's generation config."""
-    found = getattr(model.generation_config, "stop_strings", None) or []
-    return [found] if isinstance(found, str) else list(found)
+    texts = getattr(model.generation_config, "stop_strings", None) or []
+    return [texts] if isinstance(texts, str) else list(texts)
 
 
 def generate(model: Any, tokens: Sequence[int], config: Any, **more: Any) -> Any:
@@ -168,8 +168,8 @@ def generate(model: Any, tokens: Sequence[int], config: Any, **more: Any) -> Any
             raise
         reason = " ".join(str(error).split())
         if config.prompt_lookup_num_tokens is not None:
-            told = f"speculate='prompt-lookup': transformers refuses it with this model: {reason}"
-            raise ConfigError(told) from error
+            problem = f"speculate='prompt-lookup': transformers refuses it with this model: {reason}"
+            raise ConfigError(problem) from error
         name = FILE_NAME if "generation" in module else "config.json"
         raise CheckpointError(f"{model.config.name_or_path}: {name}: transformers refuses it: {reason}") from error
 
@@ -191,8 +191,8 @@ def check_some(tokens: Sequence[int], name: str = "prompt") -> Sequence[int]:
 
 def max_positions(model: Any) -> int | None:
     """The most tokens of a text, if the model's config has a limit."""
-    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return found if type(found) is int and found > 0 else None
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return most if type(most) is int and most > 0 else None
 
 
 def check_length(model: Any, max_new_tokens: int) -> None:

@@ -123,29 +123,29 @@ def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
 
     Raises ConfigError naming the file, the line and what is accepted.
     """
-    where = "stdin" if source == "-" else source
+    name = "stdin" if source == "-" else source
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if source == "-" else open(source, "rb") as file:
-            prompts = list(islice(_parse(where, file), limit))
+            prompts = list(islice(_parse(name, file), limit))
     except OSError as error:
-        raise ConfigError(f"prompts {where}: cannot be read ({error.strerror or error})") from None
+        raise ConfigError(f"prompts {name}: cannot be read ({error.strerror or error})") from None
     if not prompts:
-        raise ConfigError(f"prompts {where}: holds no prompt; {_ACCEPTED}")
+        raise ConfigError(f"prompts {name}: holds no prompt; {_ACCEPTED}")
     return prompts
 
 
-def _parse(where: str, lines: Iterable[bytes]) -> Iterator[Prompt]:
+def _parse(name: str, lines: Iterable[bytes]) -> Iterator[Prompt]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        name = f"prompts {where}, line {number}"
+        place = f"prompts {name}, line {number}"
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{name}: not UTF-8 ({error.reason}); {_ACCEPTED}") from None
-        read = parse_as(_Line, text, name, ConfigError, f"; {_ACCEPTED}")
+            raise ConfigError(f"{place}: not UTF-8 ({error.reason}); {_ACCEPTED}") from None
+        read = parse_as(_Line, text, place, ConfigError, f"; {_ACCEPTED}")
         if (read.prompt is None) == (read.messages is None):
-            raise ConfigError(f"{name}: must have a prompt or messages, one of them; {_ACCEPTED}")
+            raise ConfigError(f"{place}: must have a prompt or messages, one of them; {_ACCEPTED}")
         if read.prompt is not None:
             yield Prompt(number, read.prompt, read.category)
             continue
@@ -153,5 +153,5 @@ def _parse(where: str, lines: Iterable[bytes]) -> Iterator[Prompt]:
         while messages and messages[-1]["role"] == "assistant":  # the model gives its own answer
             messages.pop()
         if not any(message["role"] == "user" and message["content"] for message in messages):
-            raise ConfigError(f"{name}: messages: none of a user, before an answer; {_ACCEPTED}")
+            raise ConfigError(f"{place}: messages: none of a user, before an answer; {_ACCEPTED}")
         yield Prompt(number, "\n\n".join(message["content"] for message in messages), read.category, tuple(messages))

@@ -107,17 +107,16 @@ def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> lis
     that finds them is not told to the runtime.
     """
     blocks = _watch_blocks(model)
-    return [_find(layer, blocks[layer], one.num_experts) for layer, one in enumerate(layers)]
+    return [_find(number, blocks[number], layer.num_experts) for number, layer in enumerate(layers)]
 
 
 def _find(layer: int, block: _Block, num_experts: int) -> HookedRouter | None:
     if block.choice is None:  # it has not run
         return None
-    found = [call for call in block.calls.values() if any(_is_same(part, block.choice) for part in call.parts)]
-    outermost_first = sorted(block.calls, key=lambda name: name.count("."))
-    beside = (block.calls[name] for name in outermost_first)
-    found += [call for call in beside if len(call.parts) == 1 and _is_same(call.inputs, block.hidden)]
-    for call in found:
+    calls = [call for call in block.calls.values() if any(_is_same(part, block.choice) for part in call.parts)]
+    outermost_first = [block.calls[name] for name in sorted(block.calls, key=lambda name: name.count("."))]
+    calls += [call for call in outermost_first if len(call.parts) == 1 and _is_same(call.inputs, block.hidden)]
+    for call in calls:
         position = _logits_position(call.parts, block, num_experts)
         if position is not None:
             return HookedRouter(layer, call, position, block)
@@ -129,7 +128,7 @@ def _logits_position(parts: list[Any], block: _Block, num_experts: int) -> int |
     and are taken last.
     """
     num_elements = block.hidden.shape[0] * num_experts
-    found = [
+    positions = [
         i
         for i, part in enumerate(parts)
         if isinstance(part, torch.Tensor)
@@ -137,7 +136,7 @@ def _logits_position(parts: list[Any], block: _Block, num_experts: int) -> int |
         and part.shape[-1:] == (num_experts,)
         and part.numel() == num_elements
     ]
-    return min(found, key=lambda i: _is_same(parts[i], block.weights), default=None)
+    return min(positions, key=lambda i: _is_same(parts[i], block.weights), default=None)
 
 
 def _scoring(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Scoring:
@@ -149,7 +148,7 @@ def _scoring(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -
     def error(scores: torch.Tensor) -> float:
         expected, actual = scores.gather(-1, index), weights
         if index.shape[-1] > 1:  # they may have been scaled
-            expected, actual = (one / one.sum(-1, keepdim=True).clamp(min=1e-9) for one in (expected, actual))
+            expected, actual = (part / part.sum(-1, keepdim=True).clamp(min=1e-9) for part in (expected, actual))
         return float(((expected - actual).abs() * is_chosen).max())
 
     of_sigmoid = error(logits.sigmoid())
@@ -223,8 +222,8 @@ def _watch_blocks(model: PreTrainedModel) -> list[_Block]:
 def _split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if args:
         return args[0], args[1:], kwargs
-    others = dict(kwargs)
-    return others.pop(next(iter(others)), None) if others else None, (), others
+    rest = dict(kwargs)
+    return rest.pop(next(iter(rest)), None) if rest else None, (), rest
 
 
 def _parts_of(output: Any) -> list[Any]:

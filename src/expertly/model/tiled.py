@@ -148,7 +148,7 @@ def put_tiles(model: nn.Module, formats: Mapping[str, str]) -> None:
 def use_tiles(model: nn.Module, kernels: Kernels) -> int:
     """Compute layers that have tiles by the compiled kernels, else decode them for good. How many are computed."""
     num_used = 0
-    for module in [one for one in model.modules() if isinstance(one, TiledLayer)]:
+    for module in [module for module in model.modules() if isinstance(module, TiledLayer)]:
         if kernels.most_tokens(module._expertly_dtype, module._expertly_format.name):
             module._expertly_kernels = kernels
             num_used += 1

@@ -50,10 +50,10 @@ def recognise(
         for its_kind, known in _known:
             if its_kind == kind and _is_same(known(*pairs), expected):
                 return known
-        for found in _candidates(activate, _numbers(dtype).to(device), is_gated=is_gated):
-            if _is_same(found(*pairs), expected):
-                _known.append((kind, found))
-                return found
+        for candidate in _candidates(activate, _numbers(dtype).to(device), is_gated=is_gated):
+            if _is_same(candidate(*pairs), expected):
+                _known.append((kind, candidate))
+                return candidate
     return None
 
 
@@ -108,5 +108,5 @@ def _at(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return table[numbers.view(torch.int16).int() & 0xFFFF]
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+def _is_same(made: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool(((made == expected) | (made.isnan() & expected.isnan())).all())

@@ -513,10 +513,10 @@ class SlotProducts:
         of_none = {"DECODE": None, "FORM": None, "ROUNDS": False, "PART": 1, "TILE_NBYTES": 0}
         self._inner, self._down = shape | of_none | {"G": 1}, shape | of_none | {"INNER_NBYTES": 0}
         if form is not None:
-            for kernel, one in ((self._inner, form.gate), (self._down, form.down)):
-                kernel["DECODE"], kernel["FORM"], exact_in = _DECODERS[one.name]
+            for kernel, tiled in ((self._inner, form.gate), (self._down, form.down)):
+                kernel["DECODE"], kernel["FORM"], exact_in = _DECODERS[tiled.name]
                 kernel["ROUNDS"] = dtype not in exact_in
-                kernel["TILE_NBYTES"], kernel["PART"] = one.tile_nbytes, 64 if one.group == 256 else one.group
+                kernel["TILE_NBYTES"], kernel["PART"] = tiled.tile_nbytes, 64 if tiled.group == 256 else tiled.group
             self._inner["G"] = form.gate.group
             self._down["INNER_NBYTES"] = form.inner_nbytes(geometry.num_matrices, geometry.hidden_size)
 
@@ -568,17 +568,17 @@ class SlotProducts:
 
     def _of(self, padded: int, num_neurons: int) -> tuple[Program, Program]:
         """Both kernels for so many tokens of an expert, and neurons of a span."""
-        found = self._programs.get((padded, num_neurons))
-        if found is None:
+        programs = self._programs.get((padded, num_neurons))
+        if programs is None:
             halved = padded > 1 or self._inner["DECODE"] is not None
             blocks = {"BT": padded, "BN": TILE_OUTPUTS}
             blocks["BK"] = max(_power_of_two(self._hidden, self._most // (2 if halved else 1)), self._inner["PART"])
             inner = Program(_inner_kernel, self._inner | blocks, 2 if halved and padded == 1 else 4)
             blocks = {"BT": padded, "BN": _STRIP, "PARTS": self._num_parts}
             blocks["BK"] = max(_power_of_two(num_neurons, self._most // 2), self._down["PART"])
-            found = inner, Program(_down_kernel, self._down | blocks, 4)
-            self._programs[padded, num_neurons] = found
-        return found
+            programs = inner, Program(_down_kernel, self._down | blocks, 4)
+            self._programs[padded, num_neurons] = programs
+        return programs
 
 
 class SlotCall:
@@ -589,8 +589,8 @@ class SlotCall:
     def __init__(self, layer: SlotProducts, hidden: torch.Tensor, out: torch.Tensor) -> None:
         self._layer, self._out = layer, out
         self._hidden = hidden.contiguous()
-        one = len(hidden) == 1  # whose activations are loaded one by one, and in advance if each is four bytes
-        self._scratch = out.new_empty(len(out), layer.width, dtype=torch.float32 if one else None)
+        is_single = len(hidden) == 1  # its activations are loaded one by one, and in advance if each is four bytes
+        self._scratch = out.new_empty(len(out), layer.width, dtype=torch.float32 if is_single else None)
         self._sums: torch.Tensor | None = None  # [rows, H], of experts that came in part
         self._num_left: dict[int, int] = {}  # of these, segments that have not come
 
@@ -625,7 +625,7 @@ class SlotCall:
             most_tokens = max(most_tokens, n)
         if self._num_left and self._sums is None:
             self._sums = self._out.new_empty(self._out.shape, dtype=torch.float32)
-        plan = _to_device([number for one in lists for number in one], self._out.device)
+        plan = _to_device([number for numbers in lists for number in numbers], self._out.device)
         lengths = len(spans), len(experts), len(of_x)
         layer.run(self._hidden, self._scratch, self._out, self._sums, plan, lengths, most_neurons, most_tokens)
 
@@ -699,9 +699,9 @@ def why_not() -> str:
     expected = (silu(gate) * up) @ weights[:, 2].float()
     layer = LayerGeometry(1, 1, 32, 16, 3, 2)
     try:
-        one = TritonKernels("").slots(layer, weights.dtype, 1, weights, lambda gate, up: silu(gate) * up, (), None)
-        assert one is not None
-        SlotCall(one, x, out).add([(Span(0, 0, 0, 1, 0), range(2), range(2))])
+        slots = TritonKernels("").slots(layer, weights.dtype, 1, weights, lambda gate, up: silu(gate) * up, (), None)
+        assert slots is not None
+        SlotCall(slots, x, out).add([(Span(0, 0, 0, 1, 0), range(2), range(2))])
         error = float((out.float() - expected).norm() / expected.norm())
     except (triton.TritonError, RuntimeError, OSError, SubprocessError) as failed:
         return f"Triton cannot compile for this device: {failed}"
@@ -717,8 +717,8 @@ def _to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
     """Copied without waiting; the allocator keeps the pinned memory until the copy has ended. The interpreter's device
     has no index, and needs none.
     """
-    here = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.index is not None)
-    return here.to(device, non_blocking=True)
+    in_host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.index is not None)
+    return in_host.to(device, non_blocking=True)
 
 
 class Program:
@@ -734,7 +734,7 @@ def _launch(program: Program, grid: tuple[int, int, int], args: tuple[Any, ...])
     """On the device and the stream of the first argument. Triton's own look-up of a compiled kernel takes several times
     as long as its launch: it is done once for what tensors a program is given, which are aligned or not.
     """
-    kinds = tuple([(one.dtype, one.data_ptr() % 16) if isinstance(one, torch.Tensor) else one is None for one in args])
+    kinds = tuple([(arg.dtype, arg.data_ptr() % 16) if isinstance(arg, torch.Tensor) else arg is None for arg in args])
     compiled, index = program.compiled.get(kinds), args[0].device.index
     if index is not None and index != torch.accelerator.current_device_index():
         with torch.accelerator.device_index(index):
