@@ -44,17 +44,12 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
 
 BAD_ENTRIES = {
     "dtype NaN": (entry(dtype="NaN"), "dtype='NaN': unknown; accepted: .*BF16"),
-    "dtype number": (entry(dtype=float("nan")), "dtype=nan"),
     "dtype missing": ({"shape": [2], "data_offsets": [0, 8]}, "dtype: Field required"),
     "shape negative": (entry(shape=(-2,)), r"shape\[0\]=-2: must be greater than or equal to 0"),
-    "shape float": (entry(shape=(2.0,)), r"shape\[0\]=2.0"),
     "shape bool": (entry(shape=(True, 2)), r"shape\[0\]=True"),
-    "shape text": (entry(shape="2"), "shape='2'"),
-    "shape huge": (entry(shape=(1 << 70,)), "shape"),
     "shape overflows": (entry(shape=(1 << 40, 1 << 40)), "hold 8 bytes"),
     "length": (entry(shape=(3,)), "hold 8 bytes, but shape .3. of F32 needs 12"),
     "offsets three": (entry(offsets=(0, 8, 9)), "data_offsets="),
-    "offsets negative": (entry(offsets=(-8, 0)), "data_offsets"),
     "offsets reversed": (entry(offsets=(8, 0)), "hold -8 bytes"),
     "not an object": ([1, 2], "must be a valid dictionary"),
     "half an element": (entry("F4", (3,), (0, 1)), "needs 1.5"),
@@ -63,14 +58,10 @@ BAD_ENTRIES = {
 
 BAD_FILES = {
     "empty": (b"", "truncated"),
-    "no header": (b"\x10\0\0", "truncated"),
     "header beyond the file": (safetensors_bytes({}, nbytes=1000), "truncated: header length 1000"),
     "huge header": (safetensors_bytes({}, nbytes=HEADER.nbytes + 1), "header length"),
-    "gigantic header": (b"\xff" * 8 + b"{}", "header length"),
     "not JSON": (safetensors_bytes(b"{nonsense}"), "not JSON"),
-    "not UTF-8": (safetensors_bytes(b'{"\xff": 1}'), "not JSON"),
     "deep JSON": (safetensors_bytes(b"[" * 200_000), "not JSON"),
-    "a number of many digits": (safetensors_bytes(b'{"t": ' + b"9" * 10_000 + b"}"), "not JSON"),
     "a list": (safetensors_bytes([]), "must be an object"),
     "a name twice": (
         safetensors_bytes(
@@ -83,7 +74,6 @@ BAD_FILES = {
         safetensors_bytes({"a": entry(offsets=(0, 8)), "b": entry(offsets=(4, 12))}, bytes(12)),
         "tensor 'b'.*overlaps tensor 'a'",
     ),
-    "same bytes": (safetensors_bytes({"a": entry(), "b": entry()}, bytes(8)), "overlaps"),
     "hole": (safetensors_bytes({"a": entry(offsets=(4, 12))}, bytes(12)), "unused bytes"),
     "beyond the file": (safetensors_bytes({"a": entry()}, bytes(7)), "tensor 'a'.*beyond the 7 data bytes"),
     "trailing bytes": (safetensors_bytes({"a": entry()}, bytes(9)), "belong to no tensor"),

@@ -130,17 +130,15 @@ def without_index(folder: Path) -> None:
     (folder / INDEX).unlink()
 
 
-def moved(*, index: str, prefix: str = "") -> Callable[[Path], None]:
-    """Shards in a folder of their own, and an index above or in it, or none."""
+def moved(*, has_index: bool) -> Callable[[Path], None]:
+    """Shards in a folder of their own, and an index above it that does not say so, or none."""
 
     def change(folder: Path) -> None:
         (folder / "sub").mkdir()
         for path in sorted(folder.glob("*.safetensors")):
             path.rename(folder / "sub" / path.name)
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        without_index(folder)
-        if index:
-            set_index(folder / index, **{name: prefix + file for name, file in weight_map.items()})
+        if not has_index:
+            without_index(folder)
 
     return change
 
@@ -150,8 +148,7 @@ def overlaid(folder: Path) -> None:
     overlay = folder / "overlay.safetensors"
     overlay.write_bytes(file_of("t0", value=0))
     (folder / SHARD.replace("2-of", "1-of")).unlink()
-    both = {"t0": entry("U8", (4,), (0, 4)), "t1": entry("U8", (4,), (4, 8))}
-    (folder / SHARD).write_bytes(safetensors_bytes(both, bytes([9] * 4 + [1] * 4)))
+    (folder / SHARD).write_bytes(safetensors_bytes(BOTH, bytes([9] * 4 + [1] * 4)))
     set_index(folder, t0=overlay.name, t1=SHARD)
 
 
@@ -160,13 +157,14 @@ def adapted(folder: Path) -> None:
     (folder / "adapter_model.safetensors").write_bytes(file_of("t0"))
 
 
+BOTH = {"t0": entry("U8", (4,), (0, 4)), "t1": entry("U8", (4,), (4, 8))}
+
+
 def merged(folder: Path) -> None:
     """The index is of shards that were there before."""
     for path in folder.glob("*.safetensors"):
         path.unlink()
-    (folder / "model.safetensors").write_bytes(
-        safetensors_bytes({"t0": entry("U8", (4,), (0, 4)), "t1": entry("U8", (4,), (4, 8))}, b"\0" * 4 + b"\1" * 4)
-    )
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(BOTH, b"\0" * 4 + b"\1" * 4))
 
 
 def beside(name: str, *names: str) -> Callable[[Path], None]:
@@ -176,9 +174,8 @@ def beside(name: str, *names: str) -> Callable[[Path], None]:
 LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "shards without an index": (without_index, ""),
     "an adapter beside them": (adapted, ""),
-    "shards in a folder that the index names": (moved(index=".", prefix="sub/"), ""),
-    "in a folder that it does not name": (moved(index="."), ""),
-    "in a folder without one": (moved(index=""), ""),
+    "in a folder that it does not name": (moved(has_index=True), ""),
+    "in a folder without one": (moved(has_index=False), ""),
     "an overlay": (overlaid, f"{INDEX}: names other files for 1 tensors that are in several; not read: t0 in 'model-"),
     "a stray model.safetensors": (beside("model.safetensors", "t0", "t1"), "safetensors: not read: model.safetensors."),
     "an index of what was there before": (merged, f"{INDEX}: not used: none of the files that it names is there"),
@@ -197,7 +194,7 @@ def test_an_index_decides_or_else_the_headers_do(layout: str, tmp_path: Path, ca
 
 
 def in_two_folders(folder: Path) -> None:
-    moved(index="")(folder)
+    moved(has_index=False)(folder)
     shutil.copytree(folder / "sub", folder / "other")
 
 

@@ -26,29 +26,6 @@ WITHOUT_AMX = "AVX512_CORE_FP16"
 _PATIENCE_S = 30.0
 
 
-def keep_off_trapped_instructions(
-    cpuinfo: Path = Path("/proc/cpuinfo"), multiply: Callable[[], object] | None = None
-) -> bool:
-    """Switch AMX off where using it would end the process with SIGILL. True where that was needed.
-
-    A hypervisor may show AMX's feature bit but hide the CPUID leaf that describes its tiles; oneDNN then dies in the
-    first bfloat16 product. A child process tries such a product, unless the processor has no AMX or the variable is
-    set. Call this before torch multiplies for the first time.
-    """
-    if VARIABLE in os.environ or not _names_amx(cpuinfo):
-        return False
-    if _works_here() if multiply is None else _survives(multiply):
-        return False
-    os.environ[VARIABLE] = WITHOUT_AMX
-    return True
-
-
-def _names_amx(cpuinfo: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return bool(re.search(r"^flags\b.*\bamx_tile\b", cpuinfo.read_text(), re.MULTILINE))
-    return False
-
-
 def _multiply() -> None:
     """A product for which oneDNN uses AMX, on one thread: a child of a threaded process must not start threads."""
     import torch
@@ -58,14 +35,29 @@ def _multiply() -> None:
     torch.nn.functional.linear(*(torch.ones(32, 64, dtype=torch.bfloat16) for _ in range(2)))
 
 
+def keep_off_trapped_instructions(
+    cpuinfo: Path = Path("/proc/cpuinfo"), multiply: Callable[[], object] = _multiply
+) -> bool:
+    """Switch AMX off where using it would end the process with SIGILL. True where that was needed.
+
+    A hypervisor may show AMX's feature bit but hide the CPUID leaf that describes its tiles; oneDNN then dies in the
+    first bfloat16 product. A child process tries such a product, unless the processor has no AMX or the variable is
+    set. Call this before torch multiplies for the first time.
+    """
+    names_amx = False
+    with contextlib.suppress(OSError):
+        names_amx = bool(re.search(r"^flags\b.*\bamx_tile\b", cpuinfo.read_text(), re.MULTILINE))
+    if VARIABLE in os.environ or not names_amx or _survives(multiply):
+        return False
+    os.environ[VARIABLE] = WITHOUT_AMX
+    return True
+
+
 @functools.cache
-def _works_here() -> bool:
-    """Tried once a process: later oneDNN has chosen its instructions, and threads run that must not be forked."""
-    return _survives(_multiply)
-
-
 def _survives(multiply: Callable[[], object]) -> bool:
-    """Whether a child that multiplies is not killed by an illegal instruction. A child that hangs counts as killed."""
+    """Whether a child that multiplies is not killed by an illegal instruction. A child that hangs counts as killed.
+    Tried once: later oneDNN has chosen its instructions, and threads run that must not be forked.
+    """
     child = multiprocessing.get_context("fork").Process(target=multiply)
     child.start()
     child.join(_PATIENCE_S)
