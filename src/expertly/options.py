@@ -158,7 +158,7 @@ class LoadOptions:
     )
     worker_memory: str | int = option(
         AUTO,
-        "for experts in each worker: a share of all, an amount or auto (nine tenths of what is free there)",
+        "for experts in each worker: a share of all, an amount or, elsewhere, auto (nine tenths of what is free there)",
         metavar="SIZE",
         panel=ADVANCED,
     )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.families import make_checkpoint
 from tests.hostile.cases import edited, run_command
+from tests.hostile.conftest import RunChanged
 
 INFINITY, NAN = float("inf"), float("nan")
 MANY = 200_000
@@ -105,40 +105,27 @@ RUNS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.fixture(scope="module")
-def unchanged(imported: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+def unchanged(imported: Any, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The text of the model as it is."""
-    folder = tmp_path_factory.mktemp("unchanged")
-    make_checkpoint("qwen3_moe", folder / "model", tokenizer=True)
-    return run_command(imported, folder, "run", "model", "hello", "--max-new-tokens", "4").out.splitlines()[0]
+    words = ("run", str(checkpoint), "hello", "--max-new-tokens", "4")
+    return run_command(imported, tmp_path_factory.mktemp("unchanged"), *words).out.splitlines()[0]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_config_that_cannot_be_is_refused_by_its_field(name: str, imported: Any, tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_is_refused_by_its_field(name: str, run_changed: RunChanged) -> None:
     change, sentence = REFUSED[name]
-    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
-    change(folder)
-    run_command(imported, tmp_path, "run", str(folder), "hello", "--max-new-tokens", "4").is_refused(sentence)
+    run_changed(change).is_refused(sentence)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_fields_of_a_run_are_not_obeyed(name: str, unchanged: str, imported: Any, tmp_path: Path) -> None:
-    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
-    RUNS[name](folder)
-    answer = run_command(imported, tmp_path, "run", str(folder), "hello", "--max-new-tokens", "4")
+def test_fields_of_a_run_are_not_obeyed(name: str, unchanged: str, run_changed: RunChanged) -> None:
+    answer = run_changed(RUNS[name])
     answer.is_answered()
     assert answer.out.splitlines()[0] == unchanged
 
 
-@pytest.mark.parametrize("command", ["doctor", "pack", "serve"])
-def test_every_command_refuses_it_alike(command: str, imported: Any, tmp_path: Path) -> None:
-    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
-    fields(head_dim=2**31)(folder)
-    ended = run_command(imported, tmp_path, command, str(folder), *(("--out", "store") if command == "pack" else ()))
-    ended.is_refused("config.json: head_dim=2147483648")
-
-
-def test_a_config_without_weights_is_bounded_too(imported: Any, tmp_path: Path) -> None:
-    folder = make_checkpoint("qwen3_moe", tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 2**31}))
-    run_command(imported, tmp_path, "doctor", str(tmp_path / "config.json")).is_refused("head_dim=2147483648")
+@pytest.mark.parametrize("command", ["doctor m", "pack m --out store", "serve m", "doctor m/config.json"])
+def test_every_command_refuses_it_alike(command: str, checkpoint: Path, imported: Any, tmp_path: Path) -> None:
+    """Also of a config without weights."""
+    fields(head_dim=2**31)(shutil.copytree(checkpoint, tmp_path / "m"))
+    run_command(imported, tmp_path, *command.split()).is_refused("config.json: head_dim=2147483648")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.families import make_checkpoint
-from tests.hostile.cases import edited, run_command
+from tests.hostile.cases import edited
+from tests.hostile.conftest import RunChanged
 
 WEIGHTS = "model.safetensors"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -132,9 +132,8 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_missing_is_said_with_its_cause(name: str, imported: Any, tmp_path: Path) -> None:
+def test_what_is_missing_is_said_with_its_cause(name: str, run_changed: RunChanged) -> None:
     change, sentence = REFUSED[name]
-    change(make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True))
-    ended = run_command(imported, tmp_path, "run", "model", "hello", "--max-new-tokens", "4")
+    ended = run_changed(change)
     ended.is_refused(sentence)
     assert "0 others" not in ended.err and "model" in ended.err

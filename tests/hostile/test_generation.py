@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.families import make_checkpoint
-from tests.hostile.cases import edited, run_command
+from tests.hostile.cases import edited
+from tests.hostile.conftest import RunChanged
 
 NAME = "generation_config.json"
 NAN = float("nan")
@@ -60,15 +60,11 @@ RUNS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_by_its_field(name: str, imported: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_by_its_field(name: str, run_changed: RunChanged) -> None:
     change, sentence = REFUSED[name]
-    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
-    change(folder)
-    run_command(imported, tmp_path, "run", str(folder), "hello", "--max-new-tokens", "4").is_refused(sentence)
+    run_changed(change).is_refused(sentence)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_only_what_changes_a_text_is_read(name: str, imported: Any, tmp_path: Path) -> None:
-    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
-    RUNS[name](folder)
-    run_command(imported, tmp_path, "run", str(folder), "hello", "--max-new-tokens", "4").is_answered()
+def test_only_what_changes_a_text_is_read(name: str, run_changed: RunChanged) -> None:
+    run_changed(RUNS[name]).is_answered()

@@ -22,7 +22,6 @@ from expertly.store.packed import expert_files
 from expertly.store.removal import is_store_name
 from expertly.store.writer import StoreWriter, partial_folder
 from tests.engine.failing import raising
-from tests.families import make_checkpoint
 from tests.hostile.cases import run_command
 from tests.store.builders import DENSE, PLAN, experts_of, write_store
 
@@ -250,11 +249,6 @@ def test_a_lock_that_is_held_is_waited_for_with_the_name_of_its_holder(
 
 
 # -- whole commands ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("links") / "model", tokenizer=True)
 
 
 def cached(checkpoint: Path, folder: Path) -> Path:

@@ -16,6 +16,7 @@ from expertly.core.errors import CheckpointError
 from expertly.model import loading
 from tests.families import make_checkpoint
 from tests.hostile.cases import edited, run_command
+from tests.hostile.conftest import RunChanged
 
 SETTINGS, VOCABULARY = "tokenizer_config.json", "tokenizer.json"
 UNREAD = "the tokenizer cannot be read: "
@@ -156,11 +157,9 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_tokenizer_is_refused(name: str, imported: Any, tmp_path: Path) -> None:
+def test_what_is_no_tokenizer_is_refused(name: str, run_changed: RunChanged) -> None:
     change, sentence = REFUSED[name]
-    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
-    change(folder)
-    ended = run_command(imported, tmp_path, "run", str(folder), "hello", "--max-new-tokens", "4")
+    ended = run_changed(change)
     ended.is_refused(sentence)
     if name != "a panic of an answer":  # of which Rust says something, too
         assert all(line.startswith("expertly: ") for line in ended.err.splitlines()), ended.err
@@ -210,10 +209,8 @@ RUNS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_not_needed_is_not_obeyed(name: str, imported: Any, tmp_path: Path) -> None:
-    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
-    RUNS[name](folder)
-    run_command(imported, tmp_path, "run", str(folder), "hello", "--max-new-tokens", "4").is_answered()
+def test_what_is_not_needed_is_not_obeyed(name: str, run_changed: RunChanged) -> None:
+    run_changed(RUNS[name]).is_answered()
 
 
 def test_an_adapter_that_is_not_applied_is_said(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from expertly.core.costs import Link
-from expertly.core.errors import HardwareError
+from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly_lab.sim.geometries import read_geometry
 from expertly_lab.sim.hardware import Hardware, shipped
@@ -40,7 +40,7 @@ def test_a_written_file_is_read_back(tmp_path: Path):
 
 def test_a_file_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(HardwareError, match=r"machine.toml: cannot be written"):
+    with pytest.raises(ConfigError, match=r"machine.toml: cannot be written"):
         FULL.write(tmp_path / "file" / "machine.toml")
 
 
@@ -52,7 +52,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path):
     ],
 )
 def test_an_unknown_name_lists_the_shipped_ones(read: Callable[[str], object], message: str):
-    with pytest.raises(HardwareError, match=message):
+    with pytest.raises(ConfigError, match=message):
         read("mixtral")
 
 
@@ -90,7 +90,7 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
 )
 def test_errors_name_file_key_and_value(tmp_path: Path, old: str, new: str, message: str):
     path = written(tmp_path, (old, new))
-    with pytest.raises(HardwareError, match=message) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         Hardware.read(path)
     assert path in str(error.value)
 
@@ -107,7 +107,7 @@ def test_damaged_files_are_read_or_refused_and_never_crash(tmp_path: Path):
         path.write_text(damaged)
         try:
             Hardware.read(str(path))
-        except HardwareError:
+        except ConfigError:
             num_refused += 1
     assert num_refused > 60
 
@@ -164,6 +164,6 @@ def test_all_weights_together_are_the_published_number(name: str):
 def test_errors_of_a_geometry_name_file_key_and_value(tmp_path: Path, old: str, new: str, message: str):
     path = tmp_path / "mine.toml"
     path.write_text(GOOD.replace(old, new))
-    with pytest.raises(HardwareError, match=message) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         read_geometry(str(path))
     assert str(path) in str(error.value)

@@ -33,10 +33,6 @@ class TraceError(ExpertlyError):
     """A trace is damaged, of another version, or lacks a field that is needed."""
 
 
-class HardwareError(ConfigError):
-    """A hardware or geometry description is unknown, malformed or does not fit what it is used for."""
-
-
 class GeometryError(ConfigError, ValueError):
     """A layer's experts cannot have this shape. A ValueError, so that pydantic says in which layer of a file."""
 

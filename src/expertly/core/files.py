@@ -145,9 +145,9 @@ def check_folder(path: Path) -> None:
     _of_kind(path, stat.S_ISDIR)
 
 
-def remove_files(folder: Path, is_ours: Callable[[str], bool], *, last: str = "") -> list[str]:
-    """Delete the files of a folder whose names are ours, `last` behind all others. Returns the names that stay: those
-    of links and folders, too. Raises FileExistsError where the folder is a link to one.
+def remove_folder(folder: Path, is_ours: Callable[[str], bool], *, last: str = "") -> list[str]:
+    """Delete the files of a folder whose names are ours, `last` behind all others, and the folder where nothing stays
+    in it. Returns the names that stay: those of links and folders, too. Raises FileExistsError where it is a link.
     """
     check_folder(folder)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -162,14 +162,8 @@ def remove_files(folder: Path, is_ours: Callable[[str], bool], *, last: str = ""
                     kept.append(name)
     finally:
         os.close(fd)
-    return kept
-
-
-def remove_folder(folder: Path, is_ours: Callable[[str], bool], *, last: str = "") -> list[str]:
-    """`remove_files`, and the folder where nothing stays in it."""
-    kept = remove_files(folder, is_ours, last=last)
     if not kept:
-        with suppress(FileNotFoundError):  # another process was first
+        with suppress(FileNotFoundError):
             folder.rmdir()
     return kept
 

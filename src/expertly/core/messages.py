@@ -77,12 +77,7 @@ class Plan:
     in_flight: list[Span] = field(default_factory=list)  # compute as they arrive
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedRows:
-    """The rows of a pass by expert. A row is a (token, choice) pair: token * K + choice."""
-
-    order: npt.NDArray[np.intp]  # rows sorted by expert, then by row
-    bounds: npt.NDArray[np.intp]  # [E + 1]: the rows of expert e are order[bounds[e] : bounds[e + 1]]
+Ints = npt.NDArray[np.intp]
 
 
 def group_by_expert(
@@ -91,8 +86,9 @@ def group_by_expert(
     num_experts: int,
     is_prefill: npt.NDArray[np.bool_],
     is_real: npt.NDArray[np.bool_] | None = None,
-) -> tuple[RouterRan, GroupedRows]:
-    """What the chosen `ids` [T, K] demand of a layer, and which rows each expert computes.
+) -> tuple[RouterRan, tuple[Ints, Ints]]:
+    """What the chosen `ids` [T, K] demand of a layer, and (order, bounds) of the rows: expert e computes
+    `order[bounds[e] : bounds[e + 1]]`. A row is a (token, choice) pair: token * K + choice.
 
     Ids outside 0..E-1 choose nothing; `is_real` [T] is False for pads. Router order: by the first row that chose an
     expert.
@@ -101,21 +97,21 @@ def group_by_expert(
     flat = ids.reshape(-1)
     order = np.argsort(flat, kind="stable")
     bounds = np.searchsorted(flat[order], np.arange(num_experts + 1))
-    here = np.flatnonzero(np.diff(bounds))
-    here = here[np.argsort(order[bounds[here]], kind="stable")]
+    chosen = np.flatnonzero(np.diff(bounds))
+    chosen = chosen[np.argsort(order[bounds[chosen]], kind="stable")]
     counts = np.diff(bounds)
     batch_tokens = num_tokens
     if is_real is not None:
         counts = np.bincount(flat[np.repeat(is_real, top_k)].clip(0, num_experts), minlength=num_experts + 1)
         batch_tokens = int(is_real.sum())
-    experts: list[int] = here.tolist()
+    experts: list[int] = chosen.tolist()
     if is_prefill.all():
         decode = [False] * len(experts)
     elif not is_prefill.any():
         decode = [True] * len(experts)
     else:
-        chosen = np.zeros(num_experts + 1, dtype=bool)
+        decodes = np.zeros(num_experts + 1, dtype=bool)
         decoding = ~is_prefill if is_real is None else ~is_prefill & is_real
-        chosen[flat[np.repeat(decoding, top_k)].clip(0, num_experts)] = True
-        decode = chosen[here].tolist()
-    return RouterRan(layer, experts, counts[here].tolist(), decode, batch_tokens), GroupedRows(order, bounds)
+        decodes[flat[np.repeat(decoding, top_k)].clip(0, num_experts)] = True
+        decode = decodes[chosen].tolist()
+    return RouterRan(layer, experts, counts[chosen].tolist(), decode, batch_tokens), (order, bounds)

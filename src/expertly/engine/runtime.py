@@ -364,8 +364,8 @@ def dispatch(layer: int, top_k_index: torch.Tensor, num_experts: int, info: Iter
         is_real = None
     else:
         is_prefill, is_real = info.is_prefill, None if info.is_pad is None else ~info.is_pad
-    router, grouped = group_by_expert(layer, top_k_index.numpy(), num_experts, is_prefill, is_real)
-    order, bounds = torch.from_numpy(grouped.order), grouped.bounds
+    router, (grouped, bounds) = group_by_expert(layer, top_k_index.numpy(), num_experts, is_prefill, is_real)
+    order = torch.from_numpy(grouped)
     rows = {e: order[bounds[e] : bounds[e + 1]] for e in router.experts}
     num_rows = num_tokens * top_k
     return Dispatch(router, top_k, num_rows, int(bounds[-1] - bounds[0]) == num_rows, rows, None)

@@ -17,7 +17,7 @@ from types import TracebackType
 import xxhash
 
 from expertly.core.errors import CheckpointError, StoreError
-from expertly.core.files import check_folder, create, json_bytes, lock_file, remove_files, sync_folder, write_atomic
+from expertly.core.files import check_folder, create, json_bytes, lock_file, remove_folder, sync_folder, write_atomic
 from expertly.core.geometry import PAGE_NBYTES
 from expertly.core.headers import TensorSpec, safetensors_header
 from expertly.core.untrusted import Bounds, read_file
@@ -66,7 +66,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         try:
             kept, listed = (LOCK_NAME, JOURNAL_NAME), listed_names(self._partial)
             with store_errors(self._partial, "clearing the folder"):
-                remove_files(self._partial, lambda name: name not in kept and (name in listed or is_store_name(name)))
+                remove_folder(self._partial, lambda name: name not in kept and (name in listed or is_store_name(name)))
             self._list(())
             check_space(self._partial, self._total)
             self._report(0)

@@ -28,5 +28,5 @@ class ModelSizes:
 
 
 def read_geometry(name_or_file: str) -> ModelSizes:
-    """A shipped geometry by its name, else a TOML file by its path. Raises HardwareError as `Hardware.read`."""
+    """A shipped geometry by its name, else a TOML file by its path. Raises ConfigError as `Hardware.read`."""
     return read_toml("geometry", "geometry", name_or_file, ModelSizes)

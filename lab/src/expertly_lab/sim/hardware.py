@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from annotated_types import Ge, Gt, Le, MinLen, Predicate
 
 from expertly.core.costs import Link
-from expertly.core.errors import HardwareError
+from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
 from expertly.core.untrusted import PROFILE, parse_as, read_text
 
@@ -45,12 +45,12 @@ class Hardware:
 
     @classmethod
     def read(cls, name_or_file: str) -> Hardware:
-        """A shipped machine by its name, else a TOML file by its path. Raises HardwareError naming file and key."""
+        """A shipped machine by its name, else a TOML file by its path. Raises ConfigError naming file and key."""
         again = "; `expertly lab machine MODEL --out FILE.toml` writes a new file"
         return read_toml("hardware", "profile", name_or_file, cls, again)
 
     def write(self, path: Path, comments: Sequence[str] = ()) -> None:
-        """Replace `path` atomically by what `read` reads back. Raises HardwareError where it cannot be written."""
+        """Replace `path` atomically by what `read` reads back. Raises ConfigError where it cannot be written."""
         import tomli_w
 
         head = "".join(f"# {' '.join(line.split())}\n" for line in comments)
@@ -58,7 +58,7 @@ class Hardware:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, (head + tomli_w.dumps(self.as_dict())).encode())
         except OSError as error:
-            raise HardwareError(f"{path}: cannot be written ({error.strerror})") from None
+            raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,10 +75,10 @@ def read_toml(folder: str, what: str, name_or_file: str, kind: type[_T], hint: s
     path = known.get(name_or_file, Path(name_or_file))
     if not os.path.exists(path):
         accepted = f"{', '.join(known)}, or a TOML file"
-        raise HardwareError(f"{folder}={name_or_file!r}: no such {what} and no such file; accepted: {accepted}")
-    text = read_text(path, PROFILE, HardwareError)
+        raise ConfigError(f"{folder}={name_or_file!r}: no such {what} and no such file; accepted: {accepted}")
+    text = read_text(path, PROFILE, ConfigError)
     try:
         raw = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
-        raise HardwareError(f"{path}: not TOML ({error})") from None
-    return parse_as(kind, json.dumps(raw, default=str), str(path), HardwareError, hint)
+        raise ConfigError(f"{path}: not TOML ({error})") from None
+    return parse_as(kind, json.dumps(raw, default=str), str(path), ConfigError, hint)
