@@ -112,12 +112,12 @@ _KINDS = {
 class _Scheme:
     """What a group of a config says of weights."""
 
-    def __init__(self, where: str, group: Any, quantization: Mapping[str, Any]) -> None:
+    def __init__(self, place: str, group: Any, quantization: Mapping[str, Any]) -> None:
         """Raises UnsupportedModelError naming the field that is not supported."""
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
-            raise UnsupportedModelError(f"{where}={group!r:.200}: must be an object with `weights`")
+            raise UnsupportedModelError(f"{place}={group!r:.200}: must be an object with `weights`")
         weights, named = group["weights"], str(group.get("format") or quantization.get("format"))
-        check_field({"format": named}, "format", tuple(_KINDS), where if group.get("format") else WHERE)
+        check_field({"format": named}, "format", tuple(_KINDS), place if group.get("format") else WHERE)
         kind = _KINDS[named]
         for field, accepted in {
             "num_bits": kind.bits,
@@ -128,25 +128,25 @@ class _Scheme:
             "actorder": (None, False, "static", "weight", "group", "dynamic"),
             "group_size": (kind.group, None) if kind.group else (weights.get("group_size"),),
         }.items():
-            check_field(weights, field, tuple(accepted), f"{where}.weights")
+            check_field(weights, field, tuple(accepted), f"{place}.weights")
         self._bits, self._strategy, self._is_int = weights["num_bits"], weights["strategy"], weights["type"] == "int"
         self._has_zeros = weights.get("symmetric") is False
         self._group = kind.group or weights.get("group_size")
         if self._strategy == "group" and not (type(self._group) is int and self._group > 0):
             raise UnsupportedModelError(
-                f"{where}.weights.group_size={self._group!r:.80}: must be a whole number above 0"
+                f"{place}.weights.group_size={self._group!r:.80}: must be a whole number above 0"
             )
         self.block: tuple[int, int] | None = None
         if self._strategy == "block":
             block = weights.get("block_structure")
             block = [int(size) for size in re.findall(r"\d+", block)] if isinstance(block, str) else block
             if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-                raise UnsupportedModelError(f"{where}.weights.block_structure={block!r:.80}: must be two whole numbers")
+                raise UnsupportedModelError(f"{place}.weights.block_structure={block!r:.80}: must be two whole numbers")
             self.block = block[0], block[1]
         targets = group.get("targets")
         self._targets = [name for name in targets if isinstance(name, str)] if isinstance(targets, list) else []
         patterns = [target.removeprefix("re:") for target in self._targets if target.startswith("re:")]
-        self._patterns = [NamePattern(pattern, f"{where}.targets") for pattern in patterns]
+        self._patterns = [NamePattern(pattern, f"{place}.targets") for pattern in patterns]
         self._numbers, self._is_packed = kind.numbers, kind.numbers == _PACKED
         self._is_fp4 = self._is_packed and not self._is_int
         endings = {

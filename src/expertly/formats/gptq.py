@@ -161,12 +161,12 @@ def _rules_of(dynamic: object) -> list[tuple[NamePattern, dict[str, Any]]]:
     """GPTQModel's `dynamic`: by a pattern of names the fields that such a matrix has instead; "-:": not quantised."""
     rules = []
     for pattern, changes in (dynamic or {}).items() if isinstance(dynamic, dict | None) else ():
-        where = f"{WHERE}.dynamic[{pattern!r:.80}]"
+        place = f"{WHERE}.dynamic[{pattern!r:.80}]"
         compiled = NamePattern(pattern.removeprefix("+:").removeprefix("-:"), f"{WHERE}.dynamic")
         changes = {} if pattern.startswith("-:") or changes is False else changes
         if not isinstance(changes, dict):
-            raise UnsupportedModelError(f"{where}={changes!r:.80}: must be an object of fields")
-        check_field({"bits": 4, **changes}, "bits", _BITS, where)
+            raise UnsupportedModelError(f"{place}={changes!r:.80}: must be an object of fields")
+        check_field({"bits": 4, **changes}, "bits", _BITS, place)
         kept = {field: changes[field] for field in ("bits", "sym") if field in changes}
         rules.append((compiled, kept | ({"group_size": group_of(changes)} if "group_size" in changes else {})))
     return rules

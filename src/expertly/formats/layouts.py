@@ -143,13 +143,13 @@ class NamePattern:
     take for ever.
     """
 
-    def __init__(self, pattern: str, where: str) -> None:
-        """`where`: the field. Raises UnsupportedModelError where it is no pattern."""
-        self._where, self._left_s = where, PATTERN_S
+    def __init__(self, pattern: str, place: str) -> None:
+        """`place`: the field. Raises UnsupportedModelError where it is no pattern."""
+        self._place, self._left_s = place, PATTERN_S
         try:
             self._compiled = regex.compile(pattern)
         except regex.error as error:
-            raise UnsupportedModelError(f"{where}={pattern!r:.80}: must be a pattern of names: {error}") from None
+            raise UnsupportedModelError(f"{place}={pattern!r:.80}: must be a pattern of names: {error}") from None
 
     def matches(self, name: str) -> bool:
         """Whether it matches from the name's beginning. Raises UnsupportedModelError where that takes too long."""
@@ -158,7 +158,7 @@ class NamePattern:
             return self._compiled.match(name, timeout=max(self._left_s, 1e-3)) is not None
         except TimeoutError:
             problem = f"takes more than {PATTERN_S:g} s on the names of this model; must be a simpler one"
-            raise UnsupportedModelError(f"{self._where}={self._compiled.pattern!r:.80}: {problem}") from None
+            raise UnsupportedModelError(f"{self._place}={self._compiled.pattern!r:.80}: {problem}") from None
         finally:
             self._left_s -= time.monotonic() - begin
 
@@ -168,9 +168,9 @@ def is_plain(tensors: Mapping[str, Header]) -> bool:
     return len(tensors) == 1 and next(iter(tensors.values()))[0] in (*FLOATS, "F64")
 
 
-def check_field(fields: Mapping[str, Any], field: str, accepted: Sequence[object], where: str) -> None:
+def check_field(fields: Mapping[str, Any], field: str, accepted: Sequence[object], place: str) -> None:
     """Raises UnsupportedModelError where a field has another value. A missing field counts as None."""
     value = fields.get(field)
-    if not any(type(value) is type(one) and value == one for one in accepted):
+    if not any(type(value) is type(each) and value == each for each in accepted):
         listed = " or ".join(map(repr, accepted))
-        raise UnsupportedModelError(f"{where}.{field}={value!r:.80}: must be {listed}")
+        raise UnsupportedModelError(f"{place}.{field}={value!r:.80}: must be {listed}")

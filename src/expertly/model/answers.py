@@ -54,8 +54,8 @@ def known_template(tokenizer: Any, model: Any) -> dict[str, Any] | None:
     """The response template of this model, from its tokenizer or transformers; None where neither has one."""
     from transformers.cli.serving.utils import get_response_template
 
-    found: dict[str, Any] | None = get_response_template(tokenizer, model)
-    return found
+    template: dict[str, Any] | None = get_response_template(tokenizer, model)
+    return template
 
 
 @dataclass(frozen=True, slots=True)

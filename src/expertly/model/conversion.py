@@ -328,7 +328,7 @@ class ExpertsReader:
         self._groups: dict[str, Group] = {}
         num_experts = site.geometry.num_experts
         for target in dict.fromkeys(name for expert in range(num_experts) for name in site.expert_weight_names(expert)):
-            made_by = (one for one in groups.values() if target in conversion.targets(one))
+            made_by = (group for group in groups.values() if target in conversion.targets(group))
             group = groups.get(target) or next(made_by, None)
             if group is None:
                 reason = conversion.why_missing(checkpoint, target, num_experts)
@@ -375,7 +375,9 @@ class ExpertsReader:
         matrices, label = list(self._matrices(expert)), f"expert {expert} of {self._site.name}"
         step = max(1, _CHUNK_NBYTES // self.geometry.neuron_nbytes)
         for start in range(0, self.geometry.intermediate_size, step):
-            yield to_bytes(torch.stack([cast(one[start : start + step], dtype, label) for one in matrices], dim=1))
+            yield to_bytes(
+                torch.stack([cast(matrix[start : start + step], dtype, label) for matrix in matrices], dim=1)
+            )
 
     def _matrices(self, expert: int) -> Iterator[torch.Tensor]:
         """Gate (if any), up, and down transposed: [I, H] each."""
@@ -412,10 +414,10 @@ class ExpertsReader:
             target: self._conversion.forms(group, self._checkpoint) for target, group in self._groups.items()
         }
         pairs = [self._site.expert_weight_names(expert) for expert in range(self._site.geometry.num_experts)]
-        (inner, *unlike), (down, *others) = (
+        (inner, *unlike_inner), (down, *unlike_down) = (
             {tuple(self._forms[target]) for target in targets} for targets in zip(*pairs, strict=True)
         )
-        if unlike or others or not inner or not down:
+        if unlike_inner or unlike_down or not inner or not down:
             return None
         form = ExpertFormat(inner[0], inner[-1], down[0])
         return form if form.fits(self._site.geometry) else None
@@ -577,7 +579,7 @@ def read_group(checkpoint: Checkpoint, group: Group, expert: int | None = None, 
     }
 
 
-def cast(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
+def cast(tensor: torch.Tensor, dtype: torch.dtype, label: str) -> torch.Tensor:
     """`tensor` in `dtype`. Raises ConfigError where a finite value becomes infinite (float16 ends at 65504)."""
     if tensor.dtype == dtype:
         return tensor
@@ -586,7 +588,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
     if largest < info(tensor.dtype).max and bool((result.isinf() & ~tensor.isinf()).any()):
         finite = tensor.float().nan_to_num(0.0, 0.0, 0.0)
         raise ConfigError(
-            f"dtype={str(dtype).removeprefix('torch.')!r}: {what} holds {finite.abs().max().item():g}, which is beyond "
+            f"dtype={str(dtype).removeprefix('torch.')!r}: {label} holds {finite.abs().max().item():g}, beyond "
             f"its {largest:g}; accepted for this model: bfloat16, float32"
         )
     return result

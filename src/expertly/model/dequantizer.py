@@ -33,7 +33,7 @@ def extended(transforms: Sequence[Any], layout: Layout) -> list[Any]:
     endings = {_WEIGHT: tuple(dict.fromkeys((_WEIGHT, *layout.suffixes))), _FUSED: layout.fused}
     made: list[Any] = [WeightRenaming(_ending(name), to) for name, to in layout.renamed.items()]
     for transform in transforms:
-        sources = [one.removesuffix("$") for one in getattr(transform, "source_patterns", ())]
+        sources = [source.removesuffix("$") for source in getattr(transform, "source_patterns", ())]
         last = next((end for end in endings if sources and all(source.endswith(end) for source in sources)), None)
         if not isinstance(transform, WeightConverter) or last is None or not endings[last]:
             made.append(transform)
@@ -74,7 +74,7 @@ class Dequantize(ConversionOps):  # type: ignore[misc]
         source_patterns: list[str],
         target_patterns: list[str],
         full_layer_name: str = "",
-        **others: Any,
+        **_: Any,
     ) -> dict[str, Any]:
         names = {plain_name(pattern): pattern for pattern in source_patterns if pattern in input_dict}
         layout = self._layout

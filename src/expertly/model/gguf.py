@@ -96,7 +96,7 @@ def kept_formats(checkpoint: Checkpoint) -> str:
     if not checkpoint.gguf:
         return ""
     types = {ref.dtype for name, ref in checkpoint.tensors.items() if _OF_EXPERTS.search(name)} - IS_FLOAT
-    return "+".join(sorted({OF_GGUF_TYPE[one].name if one in OF_GGUF_TYPE else one.lower() for one in types}))
+    return "+".join(sorted({OF_GGUF_TYPE[kind].name if kind in OF_GGUF_TYPE else kind.lower() for kind in types}))
 
 
 @contextlib.contextmanager
@@ -164,8 +164,8 @@ class GgufConversion(Conversion):
             self._add_step(parameter, [f"{layer}{name}" for name in names.split()])
         stem, _, kind = parameter.rpartition(".")
         stem = stem if kind in ("weight", "bias") else parameter
-        others = stem.replace("model.", "backbone."), stem.replace(".forget_gate.", ".")
-        known = next(filter(None, map(self._map.get_name, (stem, *others))), None)
+        stems = stem, stem.replace("model.", "backbone."), stem.replace(".forget_gate.", ".")
+        known = next(filter(None, map(self._map.get_name, stems)), None)
         for end in () if known is None else (f".{kind}",) if kind in ("weight", "bias") else ("", ".weight", ".bias"):
             self._add_step(parameter, [f"{known}{end}"])
 
@@ -187,8 +187,8 @@ class GgufConversion(Conversion):
         apart = ("gate", "up") if joined else (matrix,)
         stacked = core_model_loading.MergeModulelist(dim=0)
         variants = [
-            ([f"{layer}ffn_{one}_exps.{kind}" for one in apart], [*joined, *turned]),
-            ([f"{layer}ffn_{one}.*.{kind}" for one in apart], [stacked, *joined, *turned]),
+            ([f"{layer}ffn_{each}_exps.{kind}" for each in apart], [*joined, *turned]),
+            ([f"{layer}ffn_{each}.*.{kind}" for each in apart], [stacked, *joined, *turned]),
         ]
         if joined and experts.is_concatenated:
             variants.append(([f"{layer}ffn_gate_up_exps.{kind}"], turned))

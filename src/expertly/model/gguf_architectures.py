@@ -679,7 +679,7 @@ def fields_of(files: GgufFiles, name: str, num_rows: int) -> Values:
             fields[model.attribute_map.get(to, to)] = values[key]
     layers, heads, hidden = (values[key] for key in ("block_count", "attention.head_count", "embedding_length"))
     heads_kv = values["attention.head_count_kv"]
-    if any(one and heads % one for one in (heads_kv if isinstance(heads_kv, list) else [heads_kv])):
+    if any(num and heads % num for num in (heads_kv if isinstance(heads_kv, list) else [heads_kv])):
         raise said.refusal("attention.head_count_kv", heads_kv, f"a divisor of {heads} heads")
     if values["expert_used_count"] > values["expert_count"]:
         raise said.refusal("expert_used_count", values["expert_used_count"], f"at most {values['expert_count']}")
@@ -715,7 +715,7 @@ def _vector(files: GgufFiles, name: str, is_right: Callable[[float], bool]) -> l
 def _is_by_sigmoid(files: GgufFiles, name: str) -> bool:
     """Files that do not say it have a bias of each expert where they are."""
     gating = files.metadata.get(f"{name}.expert_gating_func", 0)
-    return gating == 2 or (gating == 0 and any(one.endswith(".exp_probs_b.bias") for one in files.tensors))
+    return gating == 2 or (gating == 0 and any(tensor.endswith(".exp_probs_b.bias") for tensor in files.tensors))
 
 
 def _rope_of(said: _Metadata, row: Architecture, values: Values) -> Values:

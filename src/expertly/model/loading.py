@@ -384,8 +384,8 @@ class GuardedModel:
             return super()._apply(fn, recurse)  # type: ignore[misc]
         weight = torch.empty(1, 2, 2, 2, dtype=self.dtype, device=self.device)
         wanted = "elsewhere"
-        here = torch.accelerator.device_index(self.device.index)  # so that "cuda" means the model's own device
-        with contextlib.suppress(RuntimeError, AssertionError), here:  # the device does not exist
+        on_it = torch.accelerator.device_index(self.device.index)  # so that "cuda" means the model's own device
+        with contextlib.suppress(RuntimeError, AssertionError), on_it:  # the device does not exist
             made = fn(weight)
             if made is weight:
                 return self

@@ -150,10 +150,10 @@ def _bare_model(
 def _put_fp8(model: Any) -> dict[str, int]:
     """Give every linear layer but the head tiles, as packing does with FP8. Returns the bytes by format."""
     formats: dict[str, str] = {}
-    for path, one in model.named_modules():
-        if type(one) is nn.Linear and one is not model.get_output_embeddings():
+    for path, module in model.named_modules():
+        if type(module) is nn.Linear and module is not model.get_output_embeddings():
             with contextlib.suppress(ConfigError):  # not in whole tiles
-                FP8.block_nbytes_of(*one.weight.shape)
+                FP8.block_nbytes_of(*module.weight.shape)
                 formats[path] = FP8.name
     put_tiles(model, formats)
     return {FP8.name: sum(model.get_submodule(path).tiles.nbytes for path in formats)} if formats else {}

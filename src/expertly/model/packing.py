@@ -318,12 +318,12 @@ class Packing:
         self._check_unexpected()
         self._dense_forms: dict[str, TiledFormat] = {}
         """Of layers beside the experts that keep their bytes, by module path."""
-        self._dense = self._plan_dense([one for one in groups.values() if expert_names.isdisjoint(one.names)])
+        self._dense = self._plan_dense([group for group in groups.values() if expert_names.isdisjoint(group.names)])
         missing = made.missing(groups)
         if missing:
-            why = made.why_missing(checkpoint, missing[0])
+            reason = made.why_missing(checkpoint, missing[0])
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
-            raise CheckpointError(f"{checkpoint.folder}: no tensor for {missing[0]}{more}: {why}")
+            raise CheckpointError(f"{checkpoint.folder}: no tensor for {missing[0]}{more}: {reason}")
         self.layers = tuple(reader.geometry for reader in self._readers)
 
     @property
@@ -409,7 +409,7 @@ class Packing:
     def _check_shape(self, refs: Mapping[str, TensorRef], expected: tuple[int, ...]) -> None:
         """Of a dense tensor; GGUF's may have dimensions of 1 elsewhere."""
         for name, ref in refs.items():
-            shapes = [[size for size in one if size != 1] for one in (ref.shape, expected)]
+            shapes = [[size for size in shape if size != 1] for shape in (ref.shape, expected)]
             if ref.shape != expected and not (self._checkpoint.gguf and shapes[0] == shapes[1]):
                 label, source = self._checkpoint.label(name), "its metadata" if self._checkpoint.gguf else "config.json"
                 raise CheckpointError(f"{label}: shape {list(ref.shape)}, but {source} makes it {list(expected)}")

@@ -44,7 +44,7 @@ def quantisations(files: Mapping[str, int]) -> list[Quantisation]:
             stem = path[: match.start()] if match else path.removesuffix(SUFFIX)
             parts.setdefault((stem, num), {})[number] = path
     tags = {key: [tag[0].upper() for tag in _TAG.finditer(key[0].lower())][-1:] for key in parts}
-    uses = Counter(tag for found in tags.values() for tag in found)
+    uses = Counter(tag for of_key in tags.values() for tag in of_key)
     made = []
     for (stem, num), paths in parts.items():
         tag = tags[stem, num]
@@ -67,14 +67,14 @@ def is_named(path: str, tag: str) -> bool:
 def find_quantisation(model: str, files: Mapping[str, int], tag: str) -> Quantisation:
     """The one that `tag` names. Raises CheckpointError listing those that are there."""
     there = quantisations(files)
-    usable = ", ".join(one.name for one in there if not one.problem)
-    matching = [one for one in there if one.name.lower() == tag.lower()]
-    matching = matching or [one for one in there if tag and is_named(min(one.files), tag)]
+    usable = ", ".join(quantisation.name for quantisation in there if not quantisation.problem)
+    matching = [each for each in there if each.name.lower() == tag.lower()]
+    matching = matching or [each for each in there if tag and is_named(min(each.files), tag)]
     if len(matching) == 1 and not matching[0].problem:
         return matching[0]
     problem = "no such quantisation" if tag else "GGUF files: name a quantisation behind it"
     if len(matching) > 1:
-        problem, usable = "several have that", ", ".join(one.name for one in matching)
+        problem, usable = "several have that", ", ".join(quantisation.name for quantisation in matching)
     elif matching:
         problem = matching[0].problem
     raise CheckpointError(f"model={model!r:.200}: {problem}; accepted behind a colon: {usable or 'none'}")
