@@ -65,5 +65,5 @@ def test_times_of_a_step_are_what_lies_between() -> None:
         times.passed(True, begin_ns, begin_ns + 100)
     assert times.is_known
     timing = times.timing()
-    assert (timing.attention_ns, timing.moe_ns, timing.head_ns) == ((15, 15), (20, 40), 9)
-    assert timing.load_ns == (SHAPE.layers[0].expert_nbytes // 4,) * 2
+    assert (timing.attention_ns, timing.moe_ns, timing.head_ns) == ([15, 15], [20, 40], 9)
+    assert timing.load_ns == [SHAPE.layers[0].expert_nbytes // 4] * 2

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -336,26 +333,3 @@ def test_a_disk_that_is_full_or_a_folder_that_is_not_there(tmp_path: Path) -> No
         assert [file.name for file in disk.iterdir()] == ["a.learned"]
     with pytest.raises(StoreError, match=r"absent: writing a\.maps failed: No such file"):
         save_learned(tmp_path / "absent" / "a.maps", make_store(), IDENTITY)
-
-
-def test_a_killed_save_leaves_a_whole_file_or_none(tmp_path: Path) -> None:
-    path = tmp_path / "a.maps"
-    stores = [make_store(200 + 150 * number, 1000, seed=number, hidden_size=64) for number in range(3)]
-    dice = random.Random(0)
-    for _ in range(6):
-        child = os.fork()
-        if child == 0:
-            try:
-                for step in range(2000):
-                    save_learned(path, stores[step % 3], IDENTITY, {"number": step % 3})
-            finally:
-                os._exit(1)
-        time.sleep(dice.uniform(0, 0.15))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        if path.exists():
-            file = read_learned(path, MapStore, identity=IDENTITY)
-            assert_same_state(file.learned, stores[int(file.about["number"])])
-        assert {file.name for file in tmp_path.iterdir()} <= {"a.maps", ".a.maps.tmp"}
-    save_learned(path, stores[0], IDENTITY)
-    assert [file.name for file in tmp_path.iterdir()] == ["a.maps"], "the next save clears up"

@@ -22,7 +22,7 @@ from expertly.scheduler.systems import get_system
 from tests.scheduler.drive import geometry, one_token, run_layer
 
 SHAPE = geometry(layers=3, experts=8, top_k=2, segments=4)
-TIMES = Timing.of(SHAPE, 40, 40, 100, 40)
+TIMES = Timing([2] * 3, [40] * 3, [40] * 3, [100] * 3, 40)
 
 
 # -- split ---------------------------------------------------------------------------------------------------------
@@ -99,7 +99,12 @@ def test_configuring_is_spread_over_layers(monkeypatch: pytest.MonkeyPatch) -> N
     shape = geometry(layers=24, experts=32, top_k=4, segments=4)
     allocation = MoEpic(shape, MoEpicOptions(tau=20))
     allocation.begin(allocation.quotas([24 * 32]))
-    dice, times, quotas, num_tokens = np.random.default_rng(0), Timing.of(shape, 40, 40, 30, 40), None, 0
+    dice, times, quotas, num_tokens = (
+        np.random.default_rng(0),
+        Timing([4] * 24, [40] * 24, [40] * 24, [30] * 24, 40),
+        None,
+        0,
+    )
     best, calls, most = LayerProblem.best, list[int](), 0
     monkeypatch.setattr(LayerProblem, "best", lambda *args: (calls.append(1), best(*args))[1])
     while quotas is None:

@@ -25,7 +25,7 @@ from tests.scheduler.drive import geometry
 from tests.tables import seeds
 
 LOAD_NS = 100_000
-TIMING = Timing.of(geometry(2), attention_ns=[30, 50], moe_ns=[100, 120], load_ns=[80, 90], head_ns=7)
+TIMING = Timing([2, 2], attention_ns=[30, 50], moe_ns=[100, 120], load_ns=[80, 90], head_ns=7)
 
 
 def routing(seed: int, tokens: int, experts: int, top_k: int, noise: float) -> tuple[np.ndarray, np.ndarray]:
@@ -63,7 +63,7 @@ def random_model(seed: int) -> tuple[Geometry, int, list[LayerProblem], Timing]:
     rates = [gathered(100 * seed + int(dice.integers(100)), experts, top_k) for _ in range(3)]
     attention_ns, moe_ns, head_ns = (int(100_000 * dice.uniform(0.1, 1.0)) for _ in range(3))
     kept = int(dice.integers(3, 3 * experts * segments // 2 + 1))
-    timing = Timing.of(shape, attention_ns, moe_ns, LOAD_NS, head_ns)
+    timing = Timing([top_k] * 3, [attention_ns] * 3, [moe_ns] * 3, [LOAD_NS] * 3, head_ns)
     return shape, kept, problems_of(shape, rates, timing), timing
 
 
@@ -214,8 +214,7 @@ def test_budgets_are_possible_and_no_worse_than_equal_ones(zeta: float) -> None:
 
 def test_a_layers_window_follows_from_the_layer_before() -> None:
     shape, kept, problems, timing = random_model(1)
-    budgets = equal_quotas(shape, [kept])
-    window = timing.first_window_ns()
+    budgets, window = equal_quotas(shape, [kept]), timing.first_window_ns()
     for layer, split in enumerate(expert_split(problems, budgets, timing).splits):
         assert split == problems[layer].best(budgets[layer], window)
         window = timing.next_window_ns(layer, split.loaded)
@@ -236,8 +235,8 @@ def test_memory_stays_in_its_size_class_and_goes_where_nothing_is_predicted() ->
     """Two layers of narrow experts, two of wide ones; of one of each nothing is predicted."""
     layers = tuple(LayerGeometry(8, 2, 4, width, 3, 2) for width in (16, 16, 32, 32))
     shape = Geometry(layers, 4)
-    timing = Timing.of(shape, attention_ns=250_000, moe_ns=40_000, load_ns=100_000, head_ns=0)
-    problems = problems_of(shape, [gathered(0, 8), LayerRates.alike(8)] * 2, timing)
+    timing = Timing([2] * 4, [250_000] * 4, [40_000] * 4, [100_000] * 4, 0)
+    problems = problems_of(shape, [gathered(0, 8), LayerStatistics(8).rates()] * 2, timing)
     budgets = configured(shape, [20, 12], problems, timing, 0.2).budgets
     assert (sum(budgets[:2]), sum(budgets[2:])) == (20, 12)
     assert budgets[1] > budgets[0] and budgets[3] > budgets[2]

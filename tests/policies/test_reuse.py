@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
-from ctypes import PyDLL
 from functools import cache
 from pathlib import Path
 
@@ -26,28 +25,16 @@ MODEL = ModelShape.of(SHAPE)
 
 
 SOURCE = Path(reuse.__file__).with_name("reuse.c")
-COMPILERS = {"fastest": "gcc -O3", "plain": "gcc -O1 -DFASTEST="}
-"""The second keeps to the instructions that every processor has."""
 
 
-def compile_into(folder: Path, text: str, compiler: str = COMPILERS["plain"]) -> Path:
+def compile_into(folder: Path, text: str, *words: str) -> Path:
     if shutil.which("gcc") is None:
         pytest.skip("no C compiler")
     folder.mkdir(exist_ok=True)
     (folder / "reuse.c").write_text(text)
-    words = *compiler.split(), "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC"
-    subprocess.run([*words, "-o", folder / "_reuse.so", folder / "reuse.c"], check=True)
+    arguments = ("gcc", *words, "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC")
+    subprocess.run([*arguments, "-o", folder / "_reuse.so", folder / "reuse.c"], check=True)
     return folder
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PyDLL | None]:
-    """What computes, and None for NumPy."""
-    found: dict[str, PyDLL | None] = {"numpy": None}
-    for name, compiler in COMPILERS.items():
-        found[name] = compiled_reuse(compile_into(tmp_path_factory.mktemp(name), SOURCE.read_text(), compiler))
-        assert found[name] is not None
-    return found
 
 
 def prompt(layer: int, dice: random.Random, tokens: int = 40) -> RouterRan:
@@ -102,6 +89,31 @@ def test_it_learns_from_the_choices_of_an_earlier_layer() -> None:
     found = _taught()[1]
     assert np.mean(found[:100]) < 0.6, "nobody knows it at the start"
     assert np.mean(found[-600:]) > 0.88
+
+
+def test_every_instruction_set_computes_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of several sizes decode batches with pads among them; there are prompts and layers that a step leaves out,
+    and in the middle both go on from what one of them learned.
+    """
+    sizes, dice, models = (16, 5, 70, 130, 24, 64), random.Random(0), []
+    for name, words in (("fastest", ("-O3",)), ("plain", ("-O1", "-DFASTEST="))):  # what every processor has
+        library = compiled_reuse(compile_into(tmp_path / name, SOURCE.read_text(), *words))
+        monkeypatch.setattr(reuse, "compiled_reuse", lambda library=library: library)
+        models.append(ReuseModel(ModelShape(sizes, (1,) * len(sizes))))
+    fastest, plain = models
+    for step in range(300):
+        is_prompt, batch = step % 70 == 35, dice.choice([1, 1, 5])
+        for layer, num in enumerate(sizes):
+            experts = dice.sample(range(num), min(num, dice.randint(1, num) if is_prompt else 3 * batch))
+            tokens = [1 if batch == 1 else dice.choice([0, 1, 1, 2]) for _ in experts]
+            router = RouterRan(layer, experts, tokens, [not is_prompt] * len(experts), 40 if is_prompt else batch)
+            if dice.random() < 0.98:
+                for model in models:
+                    model.observe(router)
+        np.testing.assert_array_equal(plain.worth(), fastest.worth())
+        if step == 150:
+            fastest.restore(plain.state())
+            plain.restore(plain.state())
 
 
 def test_a_library_of_another_version_or_none_at_all_is_left_alone(tmp_path: Path) -> None:

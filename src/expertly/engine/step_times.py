@@ -51,9 +51,9 @@ class StepTimes:
         usual = sum(experts_ns) // num_running
         dense_ns = max(0, self._steps_ns - sum(phase.expert_ns for phase in phases)) / self._num_steps
         per_nbyte = self._waited_ns / self._awaited_nbytes
-        return Timing.of(
-            self._geometry,
-            attention_ns=round(dense_ns / num_running),
+        return Timing(
+            [layer.top_k for layer in layers],
+            attention_ns=[round(dense_ns / num_running)] * len(layers),
             moe_ns=[time_ns or usual for time_ns in experts_ns],
             load_ns=[round(per_nbyte * layer.expert_nbytes) for layer in layers],
             head_ns=self._heads_ns // self._num_heads,

@@ -90,35 +90,18 @@ class Speculative(Lookahead):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times of the parts of one decode step; tuples are over the L layers, times at least 0.
+    """Times of the parts of one decode step; sequences are over the L layers, times at least 0.
 
     `loaded` below is the paper's m: how many of the K needed experts, in parts of experts, are on the device when the
     router has run. With alpha experts there whole and beta as tops of theta, m = alpha + beta * theta; as alpha + beta
     + gamma = K, the paper's beta * (1 - theta) + gamma is K - m.
     """
 
-    top_k: tuple[int, ...]
-    attention_ns: tuple[int, ...]  # what a layer does before its experts
-    moe_ns: tuple[int, ...]  # its K experts, everything being there
-    load_ns: tuple[int, ...]  # one whole expert, from host to device
+    top_k: Sequence[int]
+    attention_ns: Sequence[int]  # what a layer does before its experts
+    moe_ns: Sequence[int]  # its K experts, everything being there
+    load_ns: Sequence[int]  # one whole expert, from host to device
     head_ns: int  # what comes between the last layer and the next token's first
-
-    @classmethod
-    def of(
-        cls,
-        geometry: Geometry,
-        attention_ns: int | Sequence[int],
-        moe_ns: int | Sequence[int],
-        load_ns: int | Sequence[int],
-        head_ns: int,
-    ) -> Timing:
-        """The timing of a model; a single time holds for all its layers."""
-        top_k = tuple(layer.top_k for layer in geometry.layers)
-        attention, moe, load = (
-            (times,) * len(top_k) if isinstance(times, int) else tuple(times)
-            for times in (attention_ns, moe_ns, load_ns)
-        )
-        return cls(top_k, attention, moe, load, head_ns)
 
     def first_window_ns(self) -> float:
         """T_wind of the first layer: prefetching for it begins when the last layer of the token before is done."""
@@ -151,11 +134,6 @@ class LayerRates(NamedTuple):
     hits: Doubles  # [E+1] H(C), C = 0..E: share of the needed experts whose rank was below C
     accuracy: Doubles  # [E] P(y) at y - 1: share of tokens that needed the expert of the y-th highest predicted score
     predicted_hits: Doubles  # [E, E+1] PH(y, C) at y - 1: share of the tokens in which that expert's rank was below C
-
-    @classmethod
-    def alike(cls, num_experts: int) -> LayerRates:
-        """The rates where each expert is needed as often as any other, and none was predicted."""
-        return cls(np.linspace(0, 1, num_experts + 1), np.zeros(num_experts), np.zeros((num_experts, num_experts + 1)))
 
 
 class LayerStatistics:
@@ -206,15 +184,10 @@ class LayerStatistics:
         self._ranks[self._scores.argsort(kind="stable")] = self._places
 
     def rates(self) -> LayerRates:
-        """The rates observed so far; copies. Before any token those of `alike`."""
-        num = len(self._places)
-        if not self._num_tokens:
-            return LayerRates.alike(num)
-        hits, predicted_hits = np.zeros(num + 1), np.zeros((num, num + 1))
-        np.cumsum(self._needed, out=hits[1:])
-        np.cumsum(self._joint, axis=1, out=predicted_hits[:, 1:])
-        num_predicted = self._num_predicted or 1
-        return LayerRates(hits / max(1.0, hits[-1]), self._right / num_predicted, predicted_hits / num_predicted)
+        """The rates observed so far; copies. Before any token each expert is needed as often as any other."""
+        hits, num_predicted = _sums(self._needed), self._num_predicted or 1
+        shares = hits / max(1.0, hits[-1]) if self._num_tokens else np.linspace(0, 1, len(hits))
+        return LayerRates(shares, self._right / num_predicted, _sums(self._joint) / num_predicted)
 
 
 # -- 3.4.2: the sub-problem, how a layer best splits its budget, equations 8 to 11 ---------------------------------

@@ -19,11 +19,6 @@ def random_scores(dice: np.random.Generator, num_rows: int, num_layers: int, num
     return scores.astype(np.float16).astype(np.float32)
 
 
-def top(scores: Floats, top_k: int) -> np.ndarray:
-    """The ids of the K highest, [..., K]."""
-    return np.argsort(-scores, axis=-1, kind="stable")[..., :top_k]
-
-
 def cosine(left: Floats, right: Floats) -> float:
     """Of two vectors; 0 where either is zero."""
     left, right = left.astype(np.float64).ravel(), right.astype(np.float64).ravel()

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertly.core.errors import ConfigError
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, History, Routed
 from expertly.policies.learned import ModelShape
@@ -20,11 +19,6 @@ SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
 MODEL = ModelShape.of(SHAPE)
 
 # -- collections -----------------------------------------------------------------------------------------------------
-
-
-def test_a_capacity_that_memory_cannot_hold_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"matrices of \d+ bytes; at most"):
-        Collection(ModelShape((9000,) * 90, (1,) * 90), 1 << 20)
 
 
 @pytest.mark.parametrize("layers", [range(5), [0, 1, 3, 4], [2, 3], [4]])
@@ -225,16 +219,3 @@ def test_what_is_learned_is_what_running_shows() -> None:
     for name, found in eam.learned.state().items():
         np.testing.assert_array_equal(found, other.learned.state()[name], err_msg=name)
     assert eam.learned.prefill.num_matrices == eam.learned.decode.num_matrices == 9
-
-
-def test_what_was_learned_is_gone_on_from() -> None:
-    dice, eam, other = np.random.default_rng(8), EAM(SHAPE), EAM(SHAPE, 1, EAMOptions(capacity=30))
-    for number in range(10):
-        one_pass(eam, [number], choices(dice, 1))
-    eam.finish()
-    other.learned.restore(eam.learned.state())
-    for number in range(10, 14):
-        rows = choices(dice, 1)
-        assert list(map(str, one_pass(other, [number], rows))) == list(map(str, one_pass(eam, [number], rows)))
-    for name, found in other.learned.state().items():
-        np.testing.assert_array_equal(found, eam.learned.state()[name], err_msg=name)

@@ -225,17 +225,6 @@ def test_a_long_prefill_is_matched_by_some_of_its_rows_evenly(monkeypatch: pytes
     assert predictor.facts()["trajectory_searches"] == 10 * (LAYERS - 2)
 
 
-def test_facts_say_what_was_done() -> None:
-    predictor = FMoE(SHAPE, 2)
-    assert predictor.facts()["semantic_score"] is None
-    predictor.learn(Rows(1, 40).history())
-    run(predictor, Rows(2, 3), ok=False)
-    facts = predictor.facts()
-    assert (facts["maps"], facts["capacity"]) == (40, 1000)
-    assert (facts["semantic_searches"], facts["trajectory_searches"]) == (3, 3 * (LAYERS - 2))
-    assert isinstance(facts["semantic_score"], float) and 0 < facts["semantic_score"] < 1
-
-
 def brute(probabilities: np.ndarray, score: float, top_k: int) -> int:
     """The size of the smallest set that meets equations 6 to 8 among experts with p > 0; all of those if none does."""
     positive = [float(p) for p in probabilities if p > 0]
@@ -262,16 +251,3 @@ def test_it_is_the_smallest_set_that_reaches_the_threshold() -> None:
         order = sorted(range(7), key=lambda expert: (-p[expert], expert))
         assert experts == order[: len(experts)]  # by falling p: no other set of this size has more
         assert selected_alone(p, score, top_k, "top-k")[0] == [expert for expert in order[:top_k] if p[expert] > 0]
-
-
-@pytest.mark.parametrize("mode", ["delta", "top-k"])
-def test_rows_are_selected_as_each_alone(mode: str) -> None:
-    dice = np.random.default_rng(1)
-    p = dice.dirichlet(np.full(9, 0.3), 300).astype(np.float16).astype(np.float32)
-    p[:100] = np.round(p[:100], 1)  # many ties, many zeros
-    p[7] = 0
-    scores = dice.uniform(-1.0, 1.2, 300).astype(np.float32)
-    selected = select(p, scores, 3, mode)  # type: ignore[arg-type]
-    for row in range(300):
-        alone, _ = selected_alone(p[row], float(scores[row]), 3, mode)
-        assert np.flatnonzero(selected[row]).tolist() == sorted(alone)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expertly.core.errors import ConfigError
 from expertly.core.observation import Floats
 from expertly.policies.fmoe import MapStore, Search
 from expertly.policies.learned import ModelShape
-from tests.policies.predictor.naive import NaiveStore, cosine, cosines, random_scores, top
+from tests.policies.predictor.naive import NaiveStore, cosine, cosines, random_scores
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 6, 8, 2, 16
 SIZES = (EXPERTS, 3, EXPERTS, EXPERTS, 5, EXPERTS)
@@ -18,21 +17,6 @@ RAGGED, SHAPE = ModelShape(SIZES, (TOP_K,) * LAYERS), ModelShape((EXPERTS,) * LA
 
 def born_of(store: MapStore) -> list[int]:
     return sorted(store.born[: store.num_maps].tolist())
-
-
-def test_maps_recover_what_requests_chose() -> None:
-    """Section 4.1: the top K of a request's maps, added up, are its activation matrix."""
-    store, dice = MapStore(SHAPE, 30, quota=1.0), np.random.default_rng(0)
-    scores, requests = random_scores(dice, 20, LAYERS, EXPERTS), np.arange(20) % 3
-    store.add(scores, requests)
-    for request in range(3):
-        maps = store.maps[:, :20][:, store.requests[:20] == request]
-        found = np.zeros((LAYERS, EXPERTS), int)
-        for row in top(maps, TOP_K).transpose(1, 0, 2):
-            np.add.at(found, (np.arange(LAYERS)[:, None], row), 1)
-        chosen = top(scores[requests == request], TOP_K)
-        counted = [np.bincount(chosen[:, layer].ravel(), minlength=EXPERTS) for layer in range(LAYERS)]
-        np.testing.assert_array_equal(found, counted)
 
 
 @pytest.mark.parametrize(
@@ -68,23 +52,6 @@ def test_adding_in_blocks_equals_adding_one_at_a_time_by_the_equations(
             assert cosine(store.embeddings[slot], embedding) == pytest.approx(1, abs=1e-6)
 
 
-def test_known_cosines_change_nothing_but_the_work() -> None:
-    dice = np.random.default_rng(2)
-    plain, told = (MapStore(SHAPE, 30, semantic_weight=0.4) for _ in range(2))
-    for number, size in enumerate([25, 1, 9, 1, 600, 1, 12, 300]):  # the long ones take more than one block
-        scores = random_scores(dice, size, LAYERS, EXPERTS)
-        embedding = dice.standard_normal((size, HIDDEN), np.float32)
-        requests = np.full(size, number) if size > 100 else number + dice.integers(0, 9, size)
-        search = Search(told, size)
-        search.semantic(embedding)
-        for layer in range(LAYERS):
-            search.observe(layer, scores[:, layer])
-        plain.add(scores, requests, embedding)
-        told.add(scores, requests, embedding, search)
-        for name, array in plain.state().items():
-            assert (told.state()[name] == array).all(), name
-
-
 @pytest.mark.parametrize("num_before", [0, 30])
 def test_rows_that_are_not_finite_are_left_out(num_before: int) -> None:
     dice = np.random.default_rng(9)
@@ -101,11 +68,6 @@ def test_rows_that_are_not_finite_are_left_out(num_before: int) -> None:
     assert not {num_before, num_before + 2} & set(stored.tolist())
     assert store.num_maps == max(num_before, 2)
     assert all(np.isfinite(array).all() for array in store.state().values())
-
-
-def test_a_capacity_that_memory_cannot_hold_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"capacity=100000000000: maps of \d+ bytes; at most"):
-        MapStore(SHAPE, 10**11)
 
 
 # -- the maps nearest to a pass, brought forward a layer at a time ---------------------------------------------------

@@ -44,8 +44,8 @@ class ComputeModel:
 def step_times(hardware: Hardware, geometry: Geometry, compute: ComputeModel) -> Timing:
     """Times of the parts of a decode step of one token (MoEpic, section 3.4.1), over an idle link."""
     layers, whole = range(geometry.num_layers), geometry.segments_per_expert
-    return Timing.of(
-        geometry,
+    return Timing(
+        [layer.top_k for layer in geometry.layers],
         attention_ns=[compute.dense_ns(layer, 1) for layer in layers],
         moe_ns=[geometry.layers[layer].top_k * compute.span_ns(layer, 1, whole) for layer in layers],
         load_ns=[
