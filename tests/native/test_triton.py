@@ -28,7 +28,7 @@ from expertly.native.kernels import choose_kernels
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
 from tests.engine.streams import put_in_place
-from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error, run, scatter, watch_spans
+from tests.engine.test_compute import relative_error
 from tests.families import generate, logits_of
 from tests.formats.test_formats import made
 from tests.tables import crossed
@@ -282,41 +282,6 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Cases:
 def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_kernels(runs_on_host=False).name == "triton", "they have been tried"
     monkeypatch.setattr(shard, "choose_kernels", lambda **_: TritonKernels("for a test"))
-
-
-def kernels_of(model: Any) -> dict[str, Any]:
-    told: dict[str, Any] = expertly.stats(model).as_dict()["kernels"]
-    return told
-
-
-OF_REFERENCES = [
-    ("qwen3_moe", torch.bfloat16, 1),
-    ("qwen3_moe", torch.float32, 4),
-    ("gpt_oss", torch.bfloat16, 4),
-    ("gpt_oss", torch.float16, 1),
-]
-
-
-@interpreted
-@pytest.mark.parametrize(("family", "dtype", "segments"), OF_REFERENCES, ids=str)
-@pytest.mark.usefixtures("triton_everywhere")
-def test_a_layer_on_the_references_inputs(
-    family: str, dtype: torch.dtype, segments: int, families: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = families[family]
-    put_in_place(monkeypatch)
-    calls = reference_calls(case.folder, case.prompts, dtype)[::4]
-    with loaded(case.folder, dtype=str(dtype).removeprefix("torch."), segments=segments, memory="45%") as model:
-        scatter(model)
-        num_spans = watch_spans(model)
-        for call in calls:
-            actual = run(model, call)
-            assert call.output is not None and actual.dtype == call.output.dtype
-            assert relative_error(actual, call.output) < TOLERANCE[dtype], f"{len(call.index)} tokens"
-        told = kernels_of(model)
-        assert (told["name"], told["torch"]) == ("triton", 0)
-        assert told["native"] == num_spans["whole"] + num_spans["part"] > 0
-        assert segments == 1 or num_spans["part"] > num_spans["whole"]
 
 
 @interpreted
