@@ -44,7 +44,7 @@ class ThreadWorker:
 
     def end(self) -> None:
         self.kill()
-        self._thread.join(1)  # longer where it stalls
+        self._thread.join(3)  # longer where it stalls
 
 
 class ThreadPeer(Peer):

@@ -113,23 +113,18 @@ class ExpertWorker:
 
     def _open(self, asked: Mapping[str, Any]) -> None:
         """Hold the experts that are placed here. Raises StoreError where it does not have the engine's store,
-        BudgetError where its memory is too little.
+        BudgetError where its memory is too little. An engine ends a worker that raises, here or in a layer.
         """
         store = open_same_store(Path(asked["folder"]), asked["store"])
         store = replace(store, check_every=asked["check_every"]) if asked["check_every"] else replace(store, sums=())
         share = Share(store.geometry(asked["segments"]), asked["experts"])
         self._system = system = get_runnable(asked["system"])
         self._shard = shard = make_cpu_shard(asked["name"], store, share, system, asked["memory_nbytes"])
-        try:
-            shard.bind(load_experts(store.folder, store.manifest, shard.device.dtype), share.experts)
-            for layer in range(share.geometry.num_layers) if system.keeps_everything else ():
-                shard.preload(layer)
-        except BaseException:
-            self.close()
-            raise
+        shard.bind(load_experts(store.folder, store.manifest, shard.device.dtype), share.experts)
+        for layer in range(share.geometry.num_layers) if system.keeps_everything else ():
+            shard.preload(layer)
 
     def _run_layer(self, message: bytes) -> wire.LayerRan:
-        """An engine ends a worker whose layer failed: nothing is undone."""
         shard = self._shard
         assert shard is not None, "it has been opened"
         begin = time.perf_counter_ns()
