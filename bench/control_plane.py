@@ -48,7 +48,7 @@ def absent(control: Scheduler, layer: int, wanted: list[int]) -> list[int]:
     """K experts of a layer that are not resident, `wanted` first."""
     first = control.geometry.first_expert_id(layer)
     order = [*wanted, *(e for e in range(EXPERTS) if e not in wanted)]
-    return [e for e in order if not control.slots.num_resident[first + e]][:TOP_K]
+    return [e for e in order if not control.cache.num_resident(first + e)][:TOP_K]
 
 
 def run(system: str, share: float, tokens: list[list[list[int]]], all_miss: bool = False) -> dict[str, Any]:
@@ -69,8 +69,9 @@ def run(system: str, share: float, tokens: list[list[list[int]]], all_miss: bool
             loading = list(plan.loads)
             while loading:
                 span = loading.pop()
-                control.loaded(span)
-                loading += control.computed([span])
+                spans = control.loaded(span)
+                if spans:
+                    loading += control.computed(spans)
             control.end_layer()
             elapsed = (time.perf_counter_ns() - start) / 1e3
             if number < len(tokens) // 2:

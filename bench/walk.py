@@ -90,7 +90,7 @@ def run(system: str, memory: str, num_tokens: int, *, told: bool) -> dict[str, A
 
 
 def _of_two_loads(layers: list[Counter[tuple[str, str]]]) -> dict[str, Any]:
-    some = [layer for layer in layers if layer["scheduler/slots.py", "allocate"] == 2]
+    some = [layer for layer in layers if layer["scheduler/cache.py", "allocate"] == 2]
     return {
         "files_of_two_loads": _quarter(len({file for file, _ in layer}) for layer in some),
         "calls_of_two_loads": _quarter(sum(layer.values()) for layer in some),

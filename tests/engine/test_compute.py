@@ -87,9 +87,9 @@ def test_a_layer_on_the_references_inputs(
 
 def scatter(model: Any) -> None:
     """No slots are blocks of an expert, and those that are taken are reversed: its units never lie side by side."""
-    for pool in handle(model).engine.scheduler.slots.pools:
+    for pool in handle(model).engine.scheduler.cache.pools:
         assert pool.num_free == pool.num_slots
-        pool.__init__(pool.num_slots, pool.num_slots + 1)
+        pool.__init__(pool.num_slots - pool.least_staging, pool.least_staging, pool.num_slots + 1)
         pool.take = lambda num, wanted=None, take=pool.take: [*take(num)][::-1]
 
 

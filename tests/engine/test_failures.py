@@ -25,7 +25,7 @@ from expertly.api import handle
 from expertly.core.errors import ConfigError, NanError, StoreError, TransferError
 from expertly.engine import cpu
 from expertly.model.packing import pack
-from expertly.scheduler.slots import LOADING, PREFETCHING
+from expertly.scheduler.cache import LOADING, PREFETCHING
 from expertly.store.packed import PackedStore, experts_name
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(180)
 def check_nothing_moves(model: Any) -> None:
     engine = handle(model).engine
     engine.scheduler.check()
-    assert not {LOADING, PREFETCHING}.intersection(engine.scheduler.slots.state)
+    assert not {LOADING, PREFETCHING}.intersection(engine.scheduler.cache.state)
     assert engine.device.poll() is None
 
 

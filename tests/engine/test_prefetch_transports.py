@@ -24,8 +24,8 @@ from expertly.engine.cuda import CudaDevice
 from expertly.engine.device import Device
 from expertly.policies.lru import LRU
 from expertly.scheduler.budget import split_budget
+from expertly.scheduler.cache import LOADING, PREFETCHING
 from expertly.scheduler.loop import InlineChannel, Prefetcher, run_layer
-from expertly.scheduler.slots import LOADING, PREFETCHING
 from tests.engine import streams
 from tests.engine.disk import Disk
 from tests.engine.streams import Accelerator, Mark, RandomStreams
@@ -172,6 +172,5 @@ def soak(
 
 def in_flight_nbytes(control: CheckedScheduler) -> int:
     shape = control.geometry
-    slots = control.slots
-    coming = [unit for unit, state in enumerate(slots.state) if state in (LOADING, PREFETCHING)]
-    return sum(shape.segment_nbytes(slots.layer_of[unit // slots.num_parts]) for unit in coming)
+    coming = [unit for unit, state in enumerate(control.cache.state) if state in (LOADING, PREFETCHING)]
+    return sum(shape.segment_nbytes(shape.layer_of[unit // shape.segments_per_expert]) for unit in coming)

@@ -97,7 +97,7 @@ def test_decisions_are_those_of_a_scheduler_that_is_asked_at_once(options: dict[
                 for layer in layers
                 for phase in (layer["prefill"], layer["decode"])
             ]
-            slots = handle(model).engine.scheduler.slots
+            slots = handle(model).engine.scheduler.cache
             seen.append((counts, list(slots.state)))
             assert (num_run(model) > 0) == (opened is loaded)
     assert seen[0] == seen[1]

@@ -130,8 +130,8 @@ def test_new_quotas_load_the_best_of_a_layer_that_grows() -> None:
         run_layer(control, 0, [token, (token + 1) % 8])
     assert isinstance(control.allocation, MoEpic)
     best = control.allocation.best_of(0)
-    kept = control.cache.partitions[0].kept
-    lacking = [expert for expert in best if expert not in kept][:2]
+    kept = control.cache.kept_of
+    lacking = [expert for expert in best if not kept(expert)][:2]
     top = control.cache.tops[0]
     quotas = list(control.cache.quotas)
     quotas[1] -= 2 * top
@@ -145,7 +145,7 @@ def test_new_quotas_load_the_best_of_a_layer_that_grows() -> None:
         assert {(span.layer, span.expert) for span in spans} == {(0, expert)} and len(spans) == top
         for span in spans:
             assert control.prefetch() == [] and not control.loaded(span)
-        assert kept[expert] == list(control.slots.units(expert)[:top])
+        assert list(kept(expert)) == list(control.cache.units(expert)[:top])
         control.check()
     assert control.prefetch() == [], "it is full"
 

@@ -236,10 +236,10 @@ def test_a_prompt_takes_nothing_from_the_layers_that_it_has_yet_to_reach() -> No
     for layers in steps(60, 1):
         for layer, experts in enumerate(layers):
             run_layer(control, layer, experts)
-    last = {eid for eid in np.flatnonzero(control.slots.num_resident) if SHAPE.layer_of_expert(eid) == LAYERS - 1}
+    last = {eid for eid in np.flatnonzero(control.cache.residency()) if SHAPE.layer_of_expert(eid) == LAYERS - 1}
     for layer in range(LAYERS - 1):
         run_layer(control, layer, list(range(EXPERTS)), tokens=[5] * EXPERTS, decode=False)
-    assert last and last <= set(np.flatnonzero(control.slots.num_resident))
+    assert last and last <= set(np.flatnonzero(control.cache.residency()))
 
 
 def test_experts_of_pads_alone_count_as_unused() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
+from expertly.scheduler.cache import RESIDENT
 from expertly.scheduler.scheduler import Scheduler
-from expertly.scheduler.slots import RESIDENT
 
 COUNTED = (
     *("loaded_nbytes", "prefetched_nbytes", "wasted_nbytes", "hits", "partial_hits", "misses"),
@@ -36,9 +36,9 @@ class CheckedScheduler(Scheduler):
     # -- calls -------------------------------------------------------------------------------------------------
 
     def begin_layer(self, router: RouterRan, cancelled: Sequence[Span] = ()) -> Plan:
-        layer, slots = router.layer, self.slots
-        resident = [num == slots.num_parts for num in slots.num_resident]
-        num_parts_there = list(slots.num_resident)
+        layer, cache = router.layer, self.cache
+        num_parts_there = cache.residency()
+        resident = [num == cache.num_parts for num in num_parts_there]
         for unit in self._units(cancelled):
             self.coming.remove(self._slot(unit))
             self._count_ahead(unit, self.prefetching.pop(unit), -1)
@@ -46,30 +46,31 @@ class CheckedScheduler(Scheduler):
         held = self._held() - set(self._units(cancelled))
         self.was_decoding = True in router.is_decode
         self._count_router(router, num_parts_there)
-        ended = {unit for unit in self.ahead if slots.layer_of[self._expert(unit)] == layer}
+        ended = {unit for unit in self.ahead if self.geometry.layer_of[self._expert(unit)] == layer}
         self.ahead -= ended
-        first = slots.first_of[layer]
-        self.left = {unit for expert in router.experts for unit in slots.units(first + expert)}
+        first = self.geometry.first_ids[layer]
+        self.left = {unit for expert in router.experts for unit in cache.units(first + expert)}
         self._count_prefetched(router, ended, resident)
         plan = super().begin_layer(router, cancelled)
-        there = {unit for unit in self.left if slots.state[unit] == RESIDENT}
-        assert set(self._units(plan.ready)) == there, "what is there is computed from there"
+        there = {unit for unit in self.left if cache.state[unit] == RESIDENT}
+        held_back = {unit for units in self.held.values() for unit in units}
+        assert set(self._units(plan.ready)) | held_back == there, "what is there is computed from there"
         self._demanded(plan, held)
-        wrong = {unit for unit in ended - self.left if slots.state[unit] == RESIDENT}
+        wrong = {unit for unit in ended - self.left if cache.state[unit] == RESIDENT}
         assert wrong <= self._kept(), "a wrong prefetch frees its slot"
         self._promises()
         return plan
 
-    def loaded(self, span: Span) -> bool:
+    def loaded(self, span: Span) -> Sequence[Span] | None:
         units = list(self._units([span]))
         slots = [self._slot(unit) for unit in units]
-        is_awaited = super().loaded(span)
+        computable = super().loaded(span)
         self.coming.difference_update(slots)
         for unit in units:
-            assert (unit in self.prefetching) == (not is_awaited)
+            assert (unit in self.prefetching) == (computable is None)
             self.prefetching.pop(unit, None)
         self._promises()
-        return is_awaited
+        return computable
 
     def computed(self, spans: Sequence[Span]) -> Sequence[Span]:
         for unit in self._units(spans):
@@ -93,26 +94,29 @@ class CheckedScheduler(Scheduler):
         self.predicted[prediction.layer][prediction.distance] = prediction.experts
 
     def prefetch(self) -> list[Span]:
-        kept, held, staged = self._kept(), self._held(), list(self.cache.staged)
+        kept, held, pools = self._kept(), self._held(), self.cache.pools
+        staged = [pool.num_staged for pool in pools]
         spans = super().prefetch()
         for unit in self._units(spans):
             assert unit not in held or unit in kept, "what is prefetched was absent, or is evicted before"
             self._takes_slot(unit)
             self._count_ahead(unit, self.was_decoding, 1)
             self.prefetching[unit] = self.was_decoding
-            if self._expert(unit) in self.queue.waiting:
+            if self._expert(unit) in waiting(self):
                 self.ahead.add(unit)
             else:
                 assert unit in self._kept(), "else new quotas have room for it"
                 self.happened["of new quotas"] += 1
-        num_parts = self.slots.num_parts
+        num_parts = self.cache.num_parts
         assert not spans or len(self.prefetching) <= max(self.queue.window, num_parts)
         evicts = self.queue.evicts and (self.was_decoding or self.prompts_evict)
         assert evicts or kept <= self._kept()
         is_split = self.cache.is_split
-        for before, now, staging in zip(staged, self.cache.staged, self.cache.staging, strict=True):
-            most = staging - (1 if is_split else num_parts)
-            assert now == before or ((is_split or not evicts) and now <= most), "room for a load stays free"
+        for before, pool in zip(staged, pools, strict=True):
+            most = pool.staging - (1 if is_split else num_parts)
+            assert pool.num_staged in (before, *(range(most + 1) if is_split or not evicts else ())), (
+                "room for a load stays free"
+            )
         self._promises()
         return spans
 
@@ -132,8 +136,8 @@ class CheckedScheduler(Scheduler):
         assert self.ahead <= held, "what was prefetched stays until its layer has run"
         router = self.router
         if router is not None:
-            first = self.slots.first_of[router.layer]
-            needed = {unit for expert in router.experts for unit in self.slots.units(first + expert)}
+            first = self.geometry.first_ids[router.layer]
+            needed = {unit for expert in router.experts for unit in self.cache.units(first + expert)}
             assert needed & held <= kept | self.left | self.ahead, "what was staged and used is free"
 
     def _demanded(self, plan: Plan, held: set[int]) -> None:
@@ -151,7 +155,7 @@ class CheckedScheduler(Scheduler):
             self.seen[span.layer][is_decode]["loaded_nbytes"] += nbytes
 
     def _count_router(self, router: RouterRan, num_parts_there: list[int]) -> None:
-        layer, num_parts, first = router.layer, self.slots.num_parts, self.slots.first_of[router.layer]
+        layer, num_parts, first = router.layer, self.cache.num_parts, self.geometry.first_ids[router.layer]
         numbers = self.seen[layer][self.was_decoding]
         needed = {e for e, num in zip(router.experts, router.num_tokens, strict=True) if num}
         for experts in self.predicted[layer].values():
@@ -169,7 +173,7 @@ class CheckedScheduler(Scheduler):
 
     def _count_prefetched(self, router: RouterRan, ended: set[int], resident: list[bool]) -> None:
         """What of it did come; it was in time if it was there when the router ran."""
-        numbers, first = self.seen[router.layer][self.was_decoding], self.slots.first_of[router.layer]
+        numbers, first = self.seen[router.layer][self.was_decoding], self.geometry.first_ids[router.layer]
         needed = {first + e for e, num in zip(router.experts, router.num_tokens, strict=True) if num}
         for eid, num in Counter(map(self._expert, ended)).items():
             numbers["prefetched"] += 1
@@ -188,33 +192,38 @@ class CheckedScheduler(Scheduler):
     # -- helpers -----------------------------------------------------------------------------------------------
 
     def _count_ahead(self, unit: int, is_decode: bool, sign: int) -> None:
-        layer = self.slots.layer_of[self._expert(unit)]
+        layer = self.geometry.layer_of[self._expert(unit)]
         for name in ("loaded_nbytes", "prefetched_nbytes"):
             self.seen[layer][is_decode][name] += sign * self.geometry.segment_nbytes(layer)
 
     def _takes_slot(self, unit: int) -> None:
         slot = self._slot(unit)
-        assert slot[1] < self.slots.pools[slot[0]].num_slots, "never more slots than the budget"
+        assert slot[1] < self.cache.pools[slot[0]].num_slots, "never more slots than the budget"
         assert slot not in self.coming, "a slot is written by one transfer"
         self.memory[slot] = unit
         self.coming.add(slot)
 
     def _held(self) -> set[int]:
-        return {unit for unit, slot in enumerate(self.slots.slot) if slot >= 0}
+        return {unit for unit, slot in enumerate(self.cache.slot) if slot >= 0}
 
     def _kept(self) -> set[int]:
-        return {unit for eid in range(self.geometry.num_experts) for unit in self.cache.kept(eid)}
+        return {unit for unit, is_kept in enumerate(self.cache.kept) if is_kept}
 
     def _units(self, spans: Iterable[Span]) -> Iterable[int]:
         """The units of these spans, whose slots are those that the table says."""
         for span in spans:
-            for number, unit in enumerate(self.slots.units_of(span)):
-                assert self.slots.slot[unit] in (-1, span.slot + number)
+            for number, unit in enumerate(self.cache.units_of(span)):
+                assert self.cache.slot[unit] in (-1, span.slot + number)
                 yield unit
 
     def _slot(self, unit: int) -> tuple[int, int]:
-        layer = self.slots.layer_of[self._expert(unit)]
-        return self.geometry.size_classes[layer], self.slots.slot[unit]
+        layer = self.geometry.layer_of[self._expert(unit)]
+        return self.geometry.size_classes[layer], self.cache.slot[unit]
 
     def _expert(self, unit: int) -> int:
-        return unit // self.slots.num_parts
+        return unit // self.cache.num_parts
+
+
+def waiting(control: Scheduler) -> set[int]:
+    """Experts that were prefetched for layers that have not run."""
+    return {eid for forecast in control.queue.ahead.values() for eid in forecast.waiting}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -74,9 +74,11 @@ def run(control: Scheduler, router: RouterRan) -> Plan:
     plan = control.begin_layer(router)
     todo = [(span, True) for span in plan.ready] + [(span, False) for span in [*plan.in_flight, *plan.loads]]
     while todo:
-        span, is_here = todo.pop(0)
-        assert is_here or control.loaded(span)
-        todo += [(one, False) for one in control.computed([span])]
+        span, is_there = todo.pop(0)
+        spans = (span,) if is_there else control.loaded(span)
+        assert spans is not None
+        if spans:
+            todo += [(load, False) for load in control.computed(spans)]
     control.end_layer()
     return plan
 
@@ -102,30 +104,37 @@ def run_layer(
         take_load = bool(loading) and (not ready or (dice is not None and dice.random() < 0.5))
         source = loading if take_load else ready
         span = source.pop(dice.randrange(len(source)) if dice else 0)
+        spans: Sequence[Span] | None = (span,)
         if take_load:
-            assert control.loaded(span)
+            spans = control.loaded(span)
+            assert spans is not None
             ran.loaded.setdefault(span.expert, set()).update(parts_of(span))
-        computed = ran.computed.setdefault(span.expert, set())
-        assert not computed.intersection(parts_of(span)), "no unit is computed twice"
-        computed.update(parts_of(span))
-        following = control.computed([span])
-        loading += following
-        ran.loads += following
+        for span in spans:
+            computed = ran.computed.setdefault(span.expert, set())
+            assert not computed.intersection(parts_of(span)), "no unit is computed twice"
+            computed.update(parts_of(span))
+            following = control.computed([span])
+            loading += following
+            ran.loads += following
         if check:
-            control.slots.check()
+            control.cache.check()
     control.end_layer()
     if check:
         control.check()
-    whole = set(range(control.slots.num_parts))
+    whole = set(range(control.cache.num_parts))
     assert ran.computed == dict.fromkeys(experts, whole), "every needed expert is computed, whole"
     return ran
 
 
 def kept(control: Scheduler, layer: int) -> set[int]:
     """Experts of a layer that are wholly resident."""
-    first, slots = control.geometry.first_expert_id(layer), control.slots
-    experts = range(control.geometry.layers[layer].num_experts)
-    return {expert for expert in experts if slots.num_resident[first + expert] == slots.num_parts}
+    first, experts = control.geometry.first_ids[layer], range(control.geometry.layers[layer].num_experts)
+    return {expert for expert in experts if control.cache.is_resident(first + expert)}
+
+
+def kept_experts(control: Scheduler) -> set[int]:
+    """Of all layers, by dense id, those of which a part is kept."""
+    return set(filter(control.cache.kept_of, range(control.geometry.num_experts)))
 
 
 def parts_of(span: Span) -> range:

@@ -21,7 +21,7 @@ from expertly.policies.registry import EVICTIONS, PREFETCHES
 from expertly.scheduler.budget import check_quotas, split_budget
 from expertly.scheduler.loop import InlineChannel, Prefetcher, run_layer
 from expertly.scheduler.scheduler import Scheduler
-from tests.scheduler.checked import CheckedScheduler
+from tests.scheduler.checked import CheckedScheduler, waiting
 from tests.scheduler.decisions import Decision, record, replay
 
 SMALL, LARGE = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(8, 3, 4, 32, 3, 2)
@@ -150,7 +150,7 @@ class RandomPredictor(Predictor):
                 "wrong": [e for e in others if e not in right],
                 "mixed": others[: dice.randint(0, len(others))],
             }[dice.choice(["right", "right", "wrong", "mixed"])]
-            scores = [dice.random() / (1 + i) for i in range(len(experts))]
+            scores = sorted([dice.random() for _ in experts], reverse=True)
             probabilities = None
             if dice.random() < 0.5:
                 probabilities = [dice.random() for _ in range(self.shape.layers[layer].num_experts)]
@@ -259,7 +259,7 @@ def soak(
 
     control: CheckedScheduler = make(CheckedScheduler)
     if window is not None:
-        control.queue.window = window
+        control.queue.window = window * segments
     recorded = record(control, decisions.append)
     link, predictor, happened = (
         RandomLink(dice, dice.choice([0.1, 0.4, 0.8])),
@@ -308,12 +308,14 @@ def _note(control: CheckedScheduler, happened: Counter[str]) -> None:
     """What is the case between two layers."""
     cache, shape = control.cache, control.geometry
     if len(cache.distinct_partitions()) == len(cache.partitions):
-        assert [one.capacity for one in cache.partitions] == cache.quotas
         used = check_quotas(shape, cache.quotas)
         assert all(num <= most for num, most in zip(used, control.budget.kept_slots, strict=True))
     if isinstance(control.allocation, RandomQuotas) and control.allocation.said:
         assert (cache.targets or cache.quotas) == control.allocation.said[-1]
     happened["on the way" if cache.targets else "there"] += 1
-    happened["in flight"] += bool(control.slots.prefetching)
+    happened["in flight"] += bool(cache.prefetching)
     happened["tops"] += any(0 < top < shape.segments_per_expert for top in cache.tops)
-    happened["staged"] += any(cache.staged_of(eid) for eid in control.queue.waiting)
+    happened["staged"] += any(
+        slot >= 0 and not cache.kept[unit] and unit // cache.num_parts in waiting(control)
+        for unit, slot in enumerate(cache.slot)
+    )

@@ -48,7 +48,7 @@ def test_victims_lose_their_last_segments_or_all_where_anything_is_predicted(is_
         control.predict(prediction(1, []))
     control.cache.resize([16 - 6, 16 + 6])
     control.cache.rearrange(set())
-    assert control.slots.num_resident[:4] == [0, left, 4, 4]
+    assert control.cache.residency()[:4] == [0, left, 4, 4]
     control.check()
 
 

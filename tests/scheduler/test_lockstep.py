@@ -10,8 +10,8 @@ import pytest
 
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.scheduler.budget import split_budget
+from expertly.scheduler.cache import RESIDENT
 from expertly.scheduler.scheduler import Scheduler
-from expertly.scheduler.slots import RESIDENT
 from expertly.scheduler.systems import get_system
 from tests.scheduler.drive import geometry, run_layer
 from tests.tables import pairs
@@ -128,9 +128,9 @@ def by_the_slot(shape: Geometry, share: float, system: str) -> Scheduler:
 def resident(control: Scheduler) -> dict[int, set[int]]:
     """By expert, the parts that are there."""
     parts: dict[int, set[int]] = {}
-    for unit, state in enumerate(control.slots.state):
+    for unit, state in enumerate(control.cache.state):
         if state == RESIDENT:
-            parts.setdefault(unit // control.slots.num_parts, set()).add(unit % control.slots.num_parts)
+            parts.setdefault(unit // control.cache.num_parts, set()).add(unit % control.cache.num_parts)
     return parts
 
 

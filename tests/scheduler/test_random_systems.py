@@ -13,6 +13,7 @@ import pytest
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.loop import InlineChannel, Prefetcher, run_layer
 from tests.scheduler import drive
+from tests.scheduler.checked import waiting
 from tests.scheduler.drive import control_planes, geometry, one_token, scheduler
 from tests.scheduler.soak import (
     BUDGETS,
@@ -125,8 +126,8 @@ def test_with_nothing_kept_what_is_prefetched_is_staged(share: float, segments: 
         if router.layer == 0:
             prefetcher.begin_iteration(nothing_seen)
         run_layer(control, link, router, lambda spans: None, prefetcher, drive.routed(router))
-        coming = {*control.queue.waiting, *control.slots.prefetching}
-        held = {eid for eid in range(shape.num_experts) if control.slots.with_slots(eid)}
+        held = {unit // segments for unit, slot in enumerate(control.cache.slot) if slot >= 0}
+        coming = {*waiting(control), *(unit // segments for unit in control.cache.prefetching)}
         assert held <= coming, "nothing stays between layers but what is prefetched"
     counts = [counters.decode for counters in control.counters]
     assert sum(one.prefetched_in_time for one in counts), "staging slots are used for what is to come"

@@ -10,9 +10,9 @@ import pytest
 from expertly.core.messages import Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
 from expertly.policies.prediction import Predictor
+from expertly.scheduler.cache import PREFETCHING
 from expertly.scheduler.loop import InlineChannel, Prefetcher
 from expertly.scheduler.loop import run_layer as loop_layer
-from expertly.scheduler.slots import LOADING
 from tests.scheduler.drive import (
     control_planes,
     geometry,
@@ -47,7 +47,7 @@ def test_an_expert_waits_for_staging_slots_that_can_hold_it_whole() -> None:
     """The 4 staging slots are half taken by what expert 0 lacks: expert 1 waits rather than come in two parts."""
     control = scheduler(geometry(layers=1, experts=8, top_k=2, segments=4), 6 / 32, staging=4)
     run_layer(control, 0, [0], decode=False, check=True)
-    assert control.slots.num_resident[0] == 2
+    assert control.cache.num_resident(0) == 2
     plan = control.begin_layer(RouterRan(0, [0, 1], [9, 1], [False, False], 9))
     assert [(span.expert, span.num_segments) for span in plan.loads] == [(0, 2)]
     for span in plan.ready:
@@ -135,10 +135,10 @@ def test_experts_that_come_in_segments_are_computed_whole_except_resident_tops(
     """Half of 1 is kept. The rest of it and all of 2 come in segments, in turns: (expert, first segment, segments)."""
     control = scheduler(geometry(layers=1, segments=4), 1 / 2, f"{system}:prediction=lookahead")
     transport, computed = InOrder(), list[Span]()
-    half = control.slots.units(1)[:2]
-    control.cache.keep(1, half)
-    (top,) = control.cache.allocate(1, half, LOADING)
-    assert control.loaded(top)
+    half = control.cache.units(1)[:2]
+    control.cache.keep(half)
+    (top,) = control.cache.allocate(half, PREFETCHING)
+    assert control.loaded(top) is None
     control.predict(prediction(0, [1, 2]))
     spans = control.prefetch()
     assert [(span.expert, span.num_segments) for span in spans] == [(1, 1)] * 2 + [(2, 1)] * 4

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from expertly.scheduler.slots import LOADING, PREFETCHING, Pool, SlotTable
-from tests.scheduler.drive import geometry
+from expertly.scheduler.cache import LOADING, PREFETCHING
+from expertly.scheduler.pool import Pool
+from tests.scheduler.drive import geometry, scheduler
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ from tests.scheduler.drive import geometry
     ],
 )
 def test_which_slots_are_taken(free: list[int], num: int, wanted: int | None, taken: list[int]) -> None:
-    pool = Pool(16, 4)
+    pool = Pool(16, 0, 4)
     assert sorted(pool.take(16)) == list(range(16)) and pool.num_free == 0
     for slot in free:
         pool.give([slot])
@@ -33,16 +34,16 @@ def test_which_slots_are_taken(free: list[int], num: int, wanted: int | None, ta
 
 
 def test_a_whole_expert_is_one_span() -> None:
-    table = SlotTable(geometry(1, 4, 2, segments=4), [16])
-    units = table.units(2)
-    (span,) = table.allocate(units, PREFETCHING)
+    cache = scheduler(geometry(1, 4, 2, segments=4), 1.0, "resident").cache
+    units = cache.units(2)
+    (span,) = cache.allocate(units, PREFETCHING)
     assert span.num_segments == 4
-    assert table.whole[2] is None and table.prefetching == {2: 4}, "what is on its way is not there"
-    assert table.await_prefetched(2) == [span] and not table.prefetching
-    assert table.arrived(span) and table.whole[2] == span
-    table.release(units[3:])
-    assert table.whole[2] is None and table.num_resident[2] == 3
-    assert table.spans(units[:3]) == [span._replace(num_segments=3)]
-    (last,) = table.allocate(units[3:], LOADING)
-    assert table.arrived(last) and table.whole[2] == span, "the unit came back to its own place"
-    table.check()
+    assert cache.whole[2] is None and [*cache.prefetching] == [*units], "what is on its way is not there"
+    assert cache.await_prefetched(2) == [span] and not cache.prefetching
+    assert cache.arrived(span) and cache.whole[2] == span
+    cache.release(units[3:])
+    assert cache.whole[2] is None and cache.num_resident(2) == 3
+    assert cache.spans(units[:3]) == [span._replace(num_segments=3)]
+    (last,) = cache.allocate(units[3:], LOADING)
+    assert cache.arrived(last) and cache.whole[2] == span, "the unit came back to its own place"
+    cache.check()

@@ -36,16 +36,16 @@ def test_other_splits_take_place_between_layers() -> None:
         run_layer(control, 0, pair)
     keep(control, 6, 3)
     control.check()
-    assert (control.cache.quotas, control.cache.staging) == ([6], [10]), "what is left of the quota is for staging"
-    assert control.slots.num_resident[:4] == [0, 2, 2, 2]
+    assert (control.cache.quotas, control.cache.pools[0].staging) == ([6], 10), "the rest of the quota is for staging"
+    assert control.cache.residency()[:4] == [0, 2, 2, 2]
     ran = run_layer(control, 0, [2, 3], check=True)
     assert ran.loaded == {2: {2, 3}, 3: {2, 3}}
-    assert control.slots.num_resident[:4] == [0, 0, 3, 3]
+    assert control.cache.residency()[:4] == [0, 0, 3, 3]
     keep(control, 8, 1)
     control.check()
-    assert control.slots.num_resident[:4] == [0, 0, 1, 1] and control.cache.targets is None
+    assert control.cache.residency()[:4] == [0, 0, 1, 1] and control.cache.targets is None
     run_layer(control, 0, list(range(8)), decode=False, check=True)
-    assert control.slots.num_resident[:8] == [1] * 8, "a prompt fills the quota there is now"
+    assert control.cache.residency()[:8] == [1] * 8, "a prompt fills the quota there is now"
 
 
 def test_a_layer_that_keeps_whole_experts_again_has_none_in_several_places() -> None:
@@ -53,20 +53,20 @@ def test_a_layer_that_keeps_whole_experts_again_has_none_in_several_places() -> 
     control = scheduler(SHAPE, 16 / 32, "moepic")
     for pair in ([0, 1], [2, 3], [4, 5], [0, 4]):
         run_layer(control, 0, pair)
-    assert control.cache.tops == [2] and not any(control.slots.whole)
+    assert control.cache.tops == [2] and not any(control.cache.whole)
     control.predict(Prediction(0, [4], [0.9], 1))
     control.prefetch()
     keep(control, 8, 4)
     control.check()
-    assert [eid for eid in range(8) if control.slots.num_resident[eid]] == [4] and control.cache.targets == [8]
+    assert [eid for eid in range(8) if control.cache.num_resident(eid)] == [4] and control.cache.targets == [8]
     for pair in ([1, 3], [2, 5], [6, 7], [0, 1], [3, 5]):
         run_layer(control, 0, pair, check=True)
         control.cache.rearrange(set())
     control.check()
-    held = [eid for eid in range(8) if control.slots.num_resident[eid]]
-    assert held and all(control.slots.whole[eid] for eid in held) and control.cache.targets is None
+    held = [eid for eid in range(8) if control.cache.num_resident(eid)]
+    assert held and all(control.cache.whole[eid] for eid in held) and control.cache.targets is None
     control.cache.make_room(0, control.cache.partitions[0].room + 1, ())
-    assert {control.slots.num_resident[eid] for eid in held} == {0, 4}, "no victim leaves a part behind"
+    assert {control.cache.num_resident(eid) for eid in held} == {0, 4}, "no victim leaves a part behind"
 
 
 def test_prefetched_segments_are_not_cut_before_they_are_used() -> None:
@@ -76,11 +76,11 @@ def test_prefetched_segments_are_not_cut_before_they_are_used() -> None:
     control.prefetch()
     keep(control, 5, 1)
     control.check()
-    assert control.slots.num_resident[:2] == [4, 1] and control.cache.targets == [5]
+    assert control.cache.residency()[:2] == [4, 1] and control.cache.targets == [5]
     run_layer(control, 0, [0, 2])
     control.cache.rearrange(set())
     control.check()
-    assert control.slots.num_resident[:3] == [1, 0, 1] and control.cache.targets is None
+    assert control.cache.residency()[:3] == [1, 0, 1] and control.cache.targets is None
 
 
 def test_quotas_beyond_what_there_is_to_keep_change_nothing() -> None:

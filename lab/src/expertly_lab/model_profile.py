@@ -192,7 +192,7 @@ class Measurement:
 
     def _resident(self) -> list[list[Span]]:
         """For each layer with at least two of them, the experts that lie whole in one frame."""
-        whole, geometry = self._scheduler.slots.whole, self._geometry
+        whole, geometry = self._scheduler.cache.whole, self._geometry
         layers = []
         for layer in range(geometry.num_layers):
             first = geometry.first_expert_id(layer)
@@ -229,7 +229,7 @@ class Measurement:
     def _absent(self, num: int) -> list[Span]:
         """Spans of random experts, to be loaded into empty places; fewer where there are not so many."""
         num_segments = self._geometry.segments_per_expert
-        free = set(self._scheduler.slots.pools[0].free_slots())
+        free = set(self._scheduler.cache.pools[0].free_slots())
         starts = [slot for slot in sorted(free) if slot % num_segments == 0]
         frames = [slot for slot in starts if all(slot + i in free for i in range(num_segments))][:num]
         if not frames:

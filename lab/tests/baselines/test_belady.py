@@ -110,12 +110,12 @@ def test_experts_never_needed_again_are_not_kept_and_ties_go_to_the_lowest_id() 
     known = Known(future=ListFuture(shape, demands))
     control = SYSTEMS["belady"].scheduler(shape, with_shares(shape, [2], 3), known)
     assert list(run_layer(control, 0, [2, 1, 0]).loaded) == [2, 0, 1], "what is kept is loaded first"
-    assert set(control.cache.partitions[0].kept) == {0, 2}
+    assert set(filter(control.cache.kept_of, range(4))) == {0, 2}
     demands.step = 1
     assert run_layer(control, 0, [0, 2]).loads == []
     demands.step = 2
     run_layer(control, 0, [3, 0])
-    assert set(control.cache.partitions[0].kept) == {2, 3}, "none is needed again: 0 goes first"
+    assert set(filter(control.cache.kept_of, range(4))) == {2, 3}, "none is needed again: 0 goes first"
 
 
 @pytest.mark.parametrize("segments", [1, 4])

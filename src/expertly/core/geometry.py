@@ -94,9 +94,9 @@ class Geometry:
 
     layers: tuple[LayerGeometry, ...]
     segments_per_expert: int = 1
-    _first_id: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _layer_of: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each expert, by dense id
-    _segment_nbytes: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each layer
+    first_ids: tuple[int, ...] = field(init=False, repr=False, compare=False)  # each layer's first expert, by dense id
+    layer_of: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each expert, by dense id
+    unit_nbytes: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each layer
     size_classes: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each layer
 
     def __post_init__(self) -> None:
@@ -120,9 +120,9 @@ class Geometry:
             nbytes = layer.expert_nbytes // num_segments
             segment_nbytes.append(nbytes)
             size_classes.append(classes.setdefault(nbytes, len(classes)))
-        object.__setattr__(self, "_first_id", tuple(first_ids))
-        object.__setattr__(self, "_layer_of", tuple(layer_of))
-        object.__setattr__(self, "_segment_nbytes", tuple(segment_nbytes))
+        object.__setattr__(self, "first_ids", tuple(first_ids))
+        object.__setattr__(self, "layer_of", tuple(layer_of))
+        object.__setattr__(self, "unit_nbytes", tuple(segment_nbytes))
         object.__setattr__(self, "size_classes", tuple(size_classes))
 
     @property
@@ -136,7 +136,7 @@ class Geometry:
     @property
     def num_experts(self) -> int:
         """Experts over all layers."""
-        return len(self._layer_of)
+        return len(self.layer_of)
 
     @property
     def nbytes(self) -> int:
@@ -144,20 +144,20 @@ class Geometry:
         return sum(layer.nbytes for layer in self.layers)
 
     def segment_nbytes(self, layer: int) -> int:
-        return self._segment_nbytes[layer]
+        return self.unit_nbytes[layer]
 
     def blocks_per_segment(self, layer: int) -> int:
         return self.layers[layer].num_blocks // self.segments_per_expert
 
     def expert_id(self, layer: int, expert: int) -> int:
         """Dense id of an expert over all layers."""
-        return self._first_id[layer] + expert
+        return self.first_ids[layer] + expert
 
     def first_expert_id(self, layer: int) -> int:
-        return self._first_id[layer]
+        return self.first_ids[layer]
 
     def layer_of_expert(self, expert_id: int) -> int:
-        return self._layer_of[expert_id]
+        return self.layer_of[expert_id]
 
     def layers_of_class(self, size_class: int) -> list[int]:
         return [layer for layer, its_class in enumerate(self.size_classes) if its_class == size_class]

@@ -25,10 +25,10 @@ from expertly.engine.device import Device, DeviceKind
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.reading import ExtentSource, HostPool, layer_rows
 from expertly.engine.transfer import LOOK_EVERY_S, Readers
+from expertly.policies.allocation import uniform_quotas
 from expertly.policies.lru import LRU
-from expertly.scheduler.budget import class_segment_nbytes, split_budget
-from expertly.scheduler.cache import Partition
-from expertly.scheduler.slots import ABSENT, LOADING, RESIDENT, SlotTable
+from expertly.scheduler.budget import Budget, class_segment_nbytes, split_budget
+from expertly.scheduler.cache import ABSENT, LOADING, RESIDENT, Cache
 
 AHEAD_NBYTES = 8 << 20
 """While no more prefetched bytes are on the copy stream another segment joins them: the link does not wait for the
@@ -371,8 +371,8 @@ class HostTier:
         self.loading: dict[Span, Transfer] = {}
         """Host spans that are being read, and for which transfer."""
         self._geometry = geometry
-        self._slots = SlotTable(geometry, slots)
-        self._caches = [Partition(num_slots, LRU()) for num_slots in slots]
+        budget = Budget(memory_nbytes, (0,) * len(slots), tuple(slots), tuple(uniform_quotas(geometry, slots)))
+        self._cache = Cache(geometry, budget, lambda capacity, layers: LRU())
         self._streams = streams
         self._copied: dict[int, Any] = {}  # expert id -> mark of the last copy out of its slots, in their order
         with contextlib.ExitStack() as opened:  # closed from the last to the first
@@ -397,39 +397,38 @@ class HostTier:
         copies end. A prefetch is read behind all others, and has room only where nothing must be waited for and no
         expert of `spared` (ids) goes.
         """
-        slots, is_prefetch = self._slots, transfer.is_prefetch
-        units, eid = slots.units_of(transfer.span), self.expert(transfer.span)
-        cache = self._caches[self._geometry.size_classes[transfer.span.layer]]
-        resident = [unit for unit in units if slots.state[unit] == RESIDENT]
-        missing = [unit for unit in units if slots.state[unit] == ABSENT]
+        cache, eid, is_prefetch = self._cache, self.expert(transfer.span), transfer.is_prefetch
+        units = cache.units_of(transfer.span)
+        resident = [unit for unit in units if cache.state[unit] == RESIDENT]
+        missing = [unit for unit in units if cache.state[unit] == ABSENT]
         assert len(resident) + len(missing) == len(units), "a device span is asked for once"
         if missing:
-            if not self._make_room(cache, len(missing), {eid, *spared}, is_prefetch):
+            if not self._make_room(transfer.span.layer, len(missing), {eid, *spared}, is_prefetch):
                 return None
-            cache.keep(eid, missing)
-        cache.policy.used([eid], [1], 1)
-        reads = slots.allocate(missing, LOADING) if missing else []
+            cache.keep(missing)
+        cache.partitions[transfer.span.layer].policy.used([eid], [1], 1)
+        reads = cache.allocate(missing, LOADING) if missing else []
         transfer.num_reads = len(reads)
         self.loading.update(dict.fromkeys(reads, transfer))
         self.readers.submit(reads, is_prefetch=is_prefetch)
-        return slots.spans(resident) if resident else []
+        return cache.spans(resident)
 
     def find(self, wanted: Span) -> list[Span]:
         """The host spans of a device span that is here; none where a part of it is not."""
-        units = self._slots.units_of(wanted)
-        return self._slots.spans(units) if all(self._slots.state[unit] == RESIDENT for unit in units) else []
+        units = self._cache.units_of(wanted)
+        return self._cache.spans(units) if all(self._cache.state[unit] == RESIDENT for unit in units) else []
 
     def cancel(self, layer: int | None = None) -> list[Transfer]:
         """Give up prefetches of this layer, or all, that no reader has begun."""
         cancelled = []
         for span in self.readers.cancel(layer):
             cancelled.append(self.loading.pop(span))
-            self._release(span)
+            self._cache.forget(self._cache.units_of(span))
         return cancelled
 
     def arrived(self, span: Span) -> Transfer:
         """A host span has been read; for which transfer."""
-        self._slots.arrived(span)
+        self._cache.arrived(span)
         transfer = self.loading.pop(span)
         transfer.num_reads -= 1
         return transfer
@@ -444,7 +443,7 @@ class HostTier:
         """Nothing is read or copied any more; what had not arrived is absent again."""
         self.readers.drain()
         for span in self.loading:
-            self._release(span)
+            self._cache.forget(self._cache.units_of(span))
         self.loading.clear()
         self._streams.synchronize()
         self._copied.clear()
@@ -456,44 +455,31 @@ class HostTier:
     @property
     def resident_nbytes(self) -> int:
         """Of the segments that are here. Any thread may ask."""
-        return self._slots.resident_nbytes
+        return self._cache.resident_nbytes()
 
     def check(self) -> None:
         """Slots, units and budget agree."""
-        slots = self._slots
-        slots.check()
-        kept: list[int] = []
-        for cache in self._caches:
-            assert cache.num_kept == sum(map(len, cache.kept.values())) <= cache.capacity
-            kept += [unit for units in cache.kept.values() for unit in units]
-        loading = sorted(unit for span in self.loading for unit in slots.units_of(span))
-        assert loading == [unit for unit, state in enumerate(slots.state) if state == LOADING]
-        assert sorted(kept) == [unit for unit, state in enumerate(slots.state) if state != ABSENT]
+        cache = self._cache
+        cache.check()
+        loading = sorted(unit for span in self.loading for unit in cache.units_of(span))
+        assert loading == [unit for unit, state in enumerate(cache.state) if state == LOADING]
+        assert cache.kept == [state != ABSENT for state in cache.state]
 
     def expert(self, span: Span) -> int:
         """Its id."""
         return self._geometry.expert_id(span.layer, span.expert)
 
-    def _release(self, span: Span) -> None:
-        units = self._slots.units_of(span)
-        self._caches[self._geometry.size_classes[span.layer]].drop(self.expert(span), units)
-        self._slots.release(units)
-
-    def _make_room(self, cache: Partition, num_segments: int, spared: Collection[int], is_prefetch: bool) -> bool:
-        short = num_segments - cache.room
-        if short <= 0:
+    def _make_room(self, layer: int, num_segments: int, spared: Collection[int], is_prefetch: bool) -> bool:
+        cache = self._cache
+        if cache.partitions[layer].room >= num_segments:
             return True
         while self._copied and self._streams.is_past(next(iter(self._copied.values()))):
             del self._copied[next(iter(self._copied))]
         protected = {*spared, *self._copied, *map(self.expert, self.loading)}
-        victims, lacking = cache.victims(short, protected, whole=False)
-        if lacking:
-            assert is_prefetch or self.loading or self._copied, "the host tier holds at least one token's experts"
-            return False
-        for eid, units in victims:
-            cache.drop(eid, units)
-            self._slots.release(units)
-        return True
+        has_room = cache.make_room(layer, num_segments, protected) >= num_segments
+        is_full = is_prefetch or self.loading or self._copied
+        assert has_room or is_full, "the host tier holds at least one token's experts"
+        return has_room
 
 
 # -- streams -------------------------------------------------------------------------------------------------------

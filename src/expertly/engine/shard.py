@@ -122,7 +122,7 @@ class Shard:
         """
         self.device.begin()
         if self.begins_early and not self._has_all:  # what lacks nothing evicts nothing
-            self._has_all = not self.scheduler.allocation.is_online and None not in self.scheduler.slots.whole
+            self._has_all = not self.scheduler.allocation.is_online and None not in self.scheduler.cache.whole
         if self.times is not None:
             self._begun = self.device.stamp()
             if self.scheduler.allocation.is_due and self.times.is_known:
@@ -137,7 +137,7 @@ class Shard:
         if compute.slots is None or len(hidden) > EARLY_TOKENS:
             return None
         first = self.geometry.first_expert_id(layer)
-        spans = self.scheduler.slots.whole[first : first + self.geometry.layers[layer].num_experts]
+        spans = self.scheduler.cache.whole[first : first + self.geometry.layers[layer].num_experts]
         if not any(spans):
             return None
         choice = None
@@ -152,7 +152,7 @@ class Shard:
         scheduler = self.scheduler
         if self.device.queues_uses or self.times is not None or scheduler.allocation.is_online:
             return None
-        first, slots = self.geometry.first_expert_id(layer), scheduler.slots.first_slot
+        first, slots = self.geometry.first_expert_id(layer), scheduler.cache.first_slot
         table = slots.buffer_info()[0] + first * slots.itemsize
         return self._layers[layer].chosen(table, self.geometry.layers[layer].num_experts, tensors)
 

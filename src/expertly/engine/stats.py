@@ -131,7 +131,7 @@ def of_device(device: Shard, system: System) -> dict[str, Any]:
         "memory_bytes": kept + staging,
         "kept_bytes": kept,
         "ring_bytes": staging,
-        "resident_bytes": scheduler.slots.resident_nbytes,
+        "resident_bytes": scheduler.cache.resident_nbytes(),
         "bytes_loaded": sum(counts["bytes_loaded"] for counts in phases.values()),
         **_moved(device),
         **{phase: {name: counts[name] for name in _OF_DEVICE} for phase, counts in phases.items()},

@@ -144,7 +144,7 @@ class ExpertWorker:
             "pid": os.getpid(),
             "kernels": shard.kernels.facts(),
             "layers": [layer.as_dict() for layer in shard.scheduler.counters],
-            "resident": list(shard.scheduler.slots.num_resident),
+            "resident": shard.scheduler.cache.residency(),
         }
 
 

@@ -1,9 +1,10 @@
-"""What a device keeps between layers, and what it only stages for a layer."""
+"""Where every unit is: its state, its slot, and whether a cache keeps it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Sequence
-from operator import eq, le
+from array import array
+from collections.abc import Container, Iterable, Sequence
+from operator import gt
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
@@ -12,61 +13,29 @@ from expertly.policies.allocation import whole_tops
 from expertly.policies.eviction import EvictionPolicy, MakePolicy, ScoredPolicy
 from expertly.scheduler.budget import Budget, check_quotas
 from expertly.scheduler.counters import LayerCounters
-from expertly.scheduler.slots import SlotTable
+from expertly.scheduler.pool import Pool, runs
 
-_Victims = list[tuple[int, list[int]]]
-"""Experts, and the units of each that go."""
+ABSENT, QUEUED, LOADING, PREFETCHING, RESIDENT = range(5)
+"""Of a unit: it has no slot; the running layer needs it, and it waits for a slot; it is on its way, and the running
+layer waits for it; it is on its way because it was predicted; it is there.
+"""
+
+_NO_SLOT = -1
 
 
 class Partition:
-    """The cache of one layer, or of all layers of a size class. It counts units; its policy orders experts."""
+    """The cache of one layer, or of all layers of a size class. Its policy orders experts, it counts units."""
 
-    def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, top: int, policy: EvictionPolicy) -> None:
+        self.capacity = self.room = capacity  # the quotas of its layers together; what of it is free
+        self.top = top  # units that it keeps of a kept expert, from the first one; the others are staged
         self.policy = policy
-        self.num_kept = 0
-        self.kept: dict[int, list[int]] = {}  # expert -> its kept units, rising
-
-    @property
-    def room(self) -> int:
-        return self.capacity - self.num_kept
-
-    def keep(self, eid: int, units: Sequence[int]) -> None:
-        """Keep units that are not kept; there is room for them."""
-        assert self.num_kept + len(units) <= self.capacity, "a partition never exceeds its capacity"
-        self.num_kept += len(units)
-        before = self.kept.get(eid)
-        if before is None:
-            self.kept[eid] = list(units)
-            self.policy.admitted(eid)
-        else:
-            self.kept[eid] = sorted([*before, *units])
-
-    def drop(self, eid: int, units: Collection[int]) -> None:
-        self.num_kept -= len(units)
-        if len(units) < len(self.kept[eid]):
-            self.kept[eid] = [unit for unit in self.kept[eid] if unit not in units]
-        else:
-            del self.kept[eid]
-            self.policy.removed(eid)
-
-    def victims(self, num_units: int, protected: Container[int], *, whole: bool) -> tuple[_Victims, int]:
-        """The victims for so many units, outside `protected`, and how many units are then still lacking. Unless `whole`
-        experts go, a victim loses its last units first and keeps its top.
-        """
-        victims: _Victims = []
-        for eid in self.policy.victims(protected) if num_units > 0 else ():
-            units = self.kept[eid] if whole else self.kept[eid][-num_units:]
-            victims.append((eid, units))
-            num_units -= len(units)
-            if num_units <= 0:
-                break
-        return victims, max(0, num_units)
 
 
 class Cache:
-    """Owns the slot table and the partitions. A unit with a slot is either kept (a partition counts it) or staged (its
-    slot is freed once its layer has used it). Experts are dense ids.
+    """A *unit* is one of the P parts of an expert: unit = expert * P + part, where experts are dense ids. A unit with a
+    slot is either kept (a partition counts it) or staged (its slot is freed once its layer has used it). Kept units
+    have slots, but between `keep` and `allocate`.
     """
 
     def __init__(
@@ -74,218 +43,323 @@ class Cache:
         geometry: Geometry,
         budget: Budget,
         make_policy: MakePolicy,
-        scope: str,
-        counters: list[LayerCounters],
-        tops: Sequence[int] | None,
-        *,
-        prompts_evict: bool,
+        scope: str = "global",
+        tops: Sequence[int] | None = None,
     ) -> None:
-        """`tops`: for each layer, how many units of an expert it keeps, from its top; None: whole experts.
-        `prompts_evict`: see the Scheduler.
+        """`scope`: one partition a "layer", or a "global" one for each size class. `tops`: for each layer, how many
+        units of an expert it keeps; None: whole experts.
         """
         num_parts = geometry.segments_per_expert
-        self._geometry, self._budget, self._counters = geometry, budget, counters
-        self._class_of = geometry.size_classes
-        self._prompts_evict = prompts_evict
+        num_units = geometry.num_experts * num_parts
+        self.geometry = geometry
+        self.num_parts = num_parts
+        self.counters = [LayerCounters() for _ in geometry.layers]
+        self.is_decoding = True  # whether the running layer, or the last one, serves decode: evictions count there
         # Whether victims lose all their units, where layers keep whole experts. True once something was predicted: then
-        # experts come unit by unit, and some units are cancelled; single free slots would scatter later experts over
-        # many spans, each of which costs a launch.
+        # experts come unit by unit, and single free slots would scatter later experts over many spans.
         self.evicts_whole = False
-        self.slots = SlotTable(geometry, budget.pool_slots())
         # Whether layers keep parts of experts. Then quotas hold whole tops; the rest is for staging.
         self.is_split = tops is not None
-        # By layer: how many units it keeps of a kept expert, the others are staged; and the units that its partition
-        # keeps at most, or where layers share one, that prompts fill.
-        self.tops = [num_parts] * geometry.num_layers if tops is None else list(tops)
-        self.quotas = list(budget.layer_quotas)
+        self.state = [ABSENT] * num_units
+        self.slot = [_NO_SLOT] * num_units
+        self.kept = [False] * num_units
+        self.prefetching: dict[int, bool] = {}  # units in this state -> whether they were asked for in decode
+        self.whole: list[Span | None] = [None] * geometry.num_experts  # where it is wholly there in adjacent slots
+        self.first_slot = array("q", [_NO_SLOT]) * geometry.num_experts  # that of `whole`: native code looks there
+        self.pools = [Pool(*nums, num_parts) for nums in zip(budget.kept_slots, budget.staging_slots, strict=True)]
+        self.quotas = list(budget.layer_quotas)  # units that a layer keeps at most; in a shared partition, in prompts
+        self.targets: list[int] | None = None  # the quotas to reach, where they differ from these
         if tops is not None:
-            assert scope == "layer", "a cache over all layers has no splits"
             every = zip(self.quotas, tops, geometry.layers, strict=True)
             self.quotas = [whole_tops(quota, top, layer.num_experts) for quota, top, layer in every]
-        self.targets: list[int] | None = None  # the quotas to reach, where they differ from `quotas`
-        # By size class: the slots that belong to no quota; and the units that have slots and are not kept.
-        self.staging = list(budget.staging_slots)
-        self._find_staging()
-        self.staged = [0] * geometry.num_size_classes
-        self.is_decoding = True  # whether the running layer, or the last one, serves decode; evictions count there
+            self._find_staging()
         if scope == "layer":
-            each = enumerate(zip(self.quotas, self.tops, strict=True))
-            self.partitions = [Partition(quota, make_policy(quota // top, [layer])) for layer, (quota, top) in each]
+            each = enumerate(zip(self.quotas, tops or [num_parts] * geometry.num_layers, strict=True))
+            self.partitions = [
+                Partition(quota, top, make_policy(quota // top, [layer])) for layer, (quota, top) in each
+            ]
         else:
             shared = [
-                Partition(num, make_policy(num // num_parts, geometry.layers_of_class(size_class)))
+                Partition(num, num_parts, make_policy(num // num_parts, geometry.layers_of_class(size_class)))
                 for size_class, num in enumerate(budget.kept_slots)
             ]
-            self.partitions = [shared[size_class] for size_class in self._class_of]
+            self.partitions = [shared[size_class] for size_class in geometry.size_classes]
 
     @property
-    def may_evict(self) -> bool:
-        """Whether prefetches may evict now."""
-        return self.is_decoding or self._prompts_evict
+    def tops(self) -> list[int]:
+        """For each layer, how many units of an expert it keeps, from the first one."""
+        return [partition.top for partition in self.partitions]
 
     def distinct_partitions(self) -> list[Partition]:
         return list(dict.fromkeys(self.partitions))
 
-    def partition_of(self, eid: int) -> Partition:
-        return self.partitions[self.slots.layer_of[eid]]
+    # -- units -------------------------------------------------------------------------------------------------
 
-    def kept(self, eid: int) -> Sequence[int]:
+    def units(self, eid: int) -> range:
+        num_parts = self.num_parts
+        return range(eid * num_parts, (eid + 1) * num_parts)
+
+    def units_of(self, span: Span) -> range:
+        geometry = self.geometry
+        first = (geometry.first_ids[span.layer] + span.expert) * self.num_parts + span.segment
+        return range(first, first + span.num_segments)
+
+    def in_state(self, eid: int, state: int) -> Sequence[int]:
+        """The units of an expert that are in this state."""
+        first, stop = eid * self.num_parts, (eid + 1) * self.num_parts
+        states = self.state[first:stop]
+        if states.count(state) == self.num_parts:  # nearly always, or none
+            return range(first, stop)
+        return [unit for unit in range(first, stop) if self.state[unit] == state] if state in states else ()
+
+    def kept_of(self, eid: int) -> Sequence[int]:
         """The units of an expert that are kept."""
-        return self.partition_of(eid).kept.get(eid, ())
+        first, stop = eid * self.num_parts, (eid + 1) * self.num_parts
+        kept = self.kept[first:stop]
+        return range(first, stop) if False not in kept else [unit for unit in range(first, stop) if self.kept[unit]]
 
-    def staged_of(self, eid: int) -> list[int]:
-        """The units of an expert that have slots and are not kept."""
-        kept = self.kept(eid)
-        return [unit for unit in self.slots.with_slots(eid) if unit not in kept]
+    def lacking(self, eid: int) -> Sequence[int]:
+        """Units of the expert's top that are not kept."""
+        first = eid * self.num_parts
+        stop = first + self.partitions[self.geometry.layer_of[eid]].top
+        kept = self.kept[first:stop]
+        if True not in kept:
+            return range(first, stop)
+        return [unit for unit in range(first, stop) if not self.kept[unit]] if False in kept else ()
+
+    def num_resident(self, eid: int) -> int:
+        first = eid * self.num_parts
+        return self.state[first : first + self.num_parts].count(RESIDENT)
+
+    def is_resident(self, eid: int) -> bool:
+        return self.num_resident(eid) == self.num_parts
+
+    def is_top(self, unit: int) -> bool:
+        """Whether its layer keeps the unit, if it keeps the expert."""
+        return unit % self.num_parts < self.partitions[self.geometry.layer_of[unit // self.num_parts]].top
+
+    def residency(self) -> list[int]:
+        """Of each expert, how many of its units are there. Any thread may ask."""
+        return list(map(self.num_resident, range(self.geometry.num_experts)))
+
+    def resident_nbytes(self) -> int:
+        """Of the units that are there. Any thread may ask."""
+        geometry, nbytes = self.geometry, 0
+        for layer, first, shape in zip(range(geometry.num_layers), geometry.first_ids, geometry.layers, strict=True):
+            units = slice(self.units(first).start, self.units(first + shape.num_experts).start)
+            nbytes += self.state[units].count(RESIDENT) * geometry.unit_nbytes[layer]
+        return nbytes
+
+    def spans(self, units: Sequence[int]) -> list[Span]:
+        """Units of one expert, rising, as runs of adjacent units in adjacent slots."""
+        if not units:
+            return []
+        geometry, slot_of = self.geometry, self.slot
+        eid = units[0] // self.num_parts
+        layer, first = geometry.layer_of[eid], eid * self.num_parts
+        spans: list[Span] = []
+        begin = units[0]
+        for unit, following in zip(units, [*units[1:], -1], strict=True):
+            if following != unit + 1 or slot_of[following] != slot_of[unit] + 1:
+                expert = eid - geometry.first_ids[layer]
+                spans.append(Span(layer, expert, begin - first, unit + 1 - begin, slot_of[begin]))
+                begin = following
+        return spans
+
+    # -- slots -------------------------------------------------------------------------------------------------
+
+    def allocate(self, units: Sequence[int], state: int) -> list[Span]:
+        """Give absent units of one expert slots, of which there are enough: next to those of its other units, if they
+        are free. Returns the spans to load.
+        """
+        geometry, num_parts = self.geometry, self.num_parts
+        eid = units[0] // num_parts
+        layer = geometry.layer_of[eid]
+        pool = self.pools[geometry.size_classes[layer]]
+        if state == PREFETCHING:
+            self.prefetching.update(dict.fromkeys(units, self.is_decoding))
+        if len(units) == num_parts and pool.blocks:  # nearly always
+            first, slot = units[0], pool.blocks.pop()
+            pool.num_free -= num_parts
+            assert self.slot[first] == _NO_SLOT, "a unit has one slot"
+            self.slot[first : first + num_parts] = range(slot, slot + num_parts)
+            self.state[first : first + num_parts] = [state] * num_parts
+            return [Span(layer, eid - geometry.first_ids[layer], 0, num_parts, slot)]
+        for run in runs(units):
+            before = self.slot[run.start - 1] if run.start % num_parts else _NO_SLOT
+            assert self.slot[run.start : run.stop] == [_NO_SLOT] * len(run), "a unit has one slot"
+            self.slot[run.start : run.stop] = pool.take(len(run), None if before == _NO_SLOT else before + 1)
+            self.state[run.start : run.stop] = [state] * len(run)
+        return self.spans(units)
+
+    def arrived(self, span: Span) -> bool:
+        """A span that was on its way is there. Returns whether the running layer waits for it."""
+        num, num_parts = span.num_segments, self.num_parts
+        eid = self.geometry.first_ids[span.layer] + span.expert
+        first = eid * num_parts + span.segment
+        state = self.state[first]
+        assert state in (LOADING, PREFETCHING), "only what is on its way arrives"
+        assert self.state[first : first + num].count(state) == num
+        self.state[first : first + num] = [RESIDENT] * num
+        if state == PREFETCHING:
+            for unit in range(first, first + num):
+                del self.prefetching[unit]
+        if num < num_parts:
+            units = self.in_state(eid, RESIDENT)
+            spans = self.spans(units) if len(units) == num_parts else []
+            if len(spans) != 1:
+                return state == LOADING
+            span = spans[0]
+        self.whole[eid], self.first_slot[eid] = span, span.slot
+        return state == LOADING
+
+    def await_prefetched(self, eid: int) -> list[Span]:
+        """The running layer needs the expert now, and waits for what is being prefetched of it. Returns its spans."""
+        units = self.in_state(eid, PREFETCHING)
+        for unit in units:
+            self.state[unit] = LOADING
+            del self.prefetching[unit]
+        return self.spans(units)
+
+    def release(self, units: Sequence[int]) -> None:
+        """Free the slots of units of one expert, which are not kept: they are absent now."""
+        eid = units[0] // self.num_parts
+        pool, span = self.pools[self.geometry.size_classes[self.geometry.layer_of[eid]]], self.whole[eid]
+        if len(units) == self.num_parts and span is not None and not span.slot % self.num_parts:  # nearly always
+            pool.blocks.append(span.slot)
+            pool.num_free += self.num_parts
+        else:
+            pool.give(list(map(self.slot.__getitem__, units)))
+        for unit in units:
+            self.state[unit], self.slot[unit] = ABSENT, _NO_SLOT
+            self.prefetching.pop(unit, None)
+        self.whole[eid], self.first_slot[eid] = None, _NO_SLOT
+
+    def free_staged(self, units: Iterable[int]) -> None:
+        """Free the slots of those of an expert's units that are not kept."""
+        if staged := [unit for unit in units if self.slot[unit] >= 0 and not self.kept[unit]]:
+            self.release(staged)
+
+    def forget(self, units: Sequence[int]) -> None:
+        """Units of one expert that are on their way will not come: free their slots, and do not keep them."""
+        self.drop([unit for unit in units if self.kept[unit]])
+        self.release(units)
 
     # -- keeping and evicting ----------------------------------------------------------------------------------
 
-    def keep(self, eid: int, units: Sequence[int]) -> None:
-        """Keep units that are not, of which some may be staged; the partition has room. No units: does nothing."""
-        if units:
-            layer = self.slots.layer_of[eid]
-            if self.staged[self._class_of[layer]]:
-                self.staged[self._class_of[layer]] -= sum([self.slots.slot[unit] >= 0 for unit in units])
-            self.partitions[layer].keep(eid, units)
-
-    def admit(
-        self, layer: int, evicting: Sequence[int], filling: Sequence[int], protected: Container[int] = ()
-    ) -> None:
-        """Keep what can be kept of the tops of these experts of a layer: for those that are `evicting`, experts outside
-        `protected` go; those that are `filling` take what is free of the layer's quota.
+    def keep(self, units: Sequence[int]) -> None:
+        """Keep units of one expert that are not, of which some may be staged; the partition has room. No units: does
+        nothing.
         """
-        lacking = {eid: self._lacking(layer, eid) for eid in (*evicting, *filling)}
-        num_units = sum([len(lacking[eid]) for eid in evicting])
-        # Room for all at once is cheaper, and evicts the same experts.
-        room = self.make_room(layer, num_units, protected) if evicting else 0
-        for eid in evicting:
-            units = lacking[eid]
-            if room < len(units):
-                room = self.make_room(layer, len(units), protected)
-            self.keep(eid, units[:room])
-            room -= len(units[:room])
-        room = self._free_room(layer) if filling else 0
-        for eid in filling:
-            units = lacking[eid][:room]
-            self.keep(eid, units)
-            room -= len(units)
+        if not units:
+            return
+        geometry, num_parts = self.geometry, self.num_parts
+        eid = units[0] // num_parts
+        layer = geometry.layer_of[eid]
+        partition = self.partitions[layer]
+        partition.room -= len(units)
+        assert partition.room >= 0, "a partition never exceeds its capacity"
+        self.pools[geometry.size_classes[layer]].num_kept += len(units)
+        is_new = True not in self.kept[eid * num_parts : (eid + 1) * num_parts]
+        for unit in units:
+            self.kept[unit] = True
+        if is_new:
+            partition.policy.admitted(eid)
+
+    def drop(self, units: Sequence[int]) -> None:
+        """Keep units of one expert no more; they are staged, until they are released. No units: does nothing."""
+        if not units:
+            return
+        geometry, num_parts = self.geometry, self.num_parts
+        eid = units[0] // num_parts
+        layer = geometry.layer_of[eid]
+        self.partitions[layer].room += len(units)
+        self.pools[geometry.size_classes[layer]].num_kept -= len(units)
+        for unit in units:
+            self.kept[unit] = False
+        if True not in self.kept[eid * num_parts : (eid + 1) * num_parts]:
+            self.partitions[layer].policy.removed(eid)
 
     def make_room(self, layer: int, num_units: int, protected: Container[int]) -> int:
         """Evict so that so many units fit, or nothing if they cannot. Returns the room that there is then."""
         partition = self.partitions[layer]
-        room = partition.capacity - partition.num_kept
-        if room < num_units <= partition.capacity:
-            victims, lacking = self._victims(layer, num_units - room, protected)
-            if not lacking:
-                self._evict_all(victims)
-                room = partition.room
-        return room
+        if partition.room < num_units <= partition.capacity:
+            victims, lacking = self._victims(layer, num_units - partition.room, protected)
+            for units in victims if not lacking else ():
+                self.evict(units)
+        return partition.room
 
-    def admit_best(self, router: RouterRan, needed: list[int], upcoming: Iterable[int]) -> None:
+    def room_of_prompts(self, layer: int) -> int:
+        """Of the layer's quota, what its prompts may fill."""
+        geometry = self.geometry
+        first = geometry.first_ids[layer]
+        units = slice(self.units(first).start, self.units(first + geometry.layers[layer].num_experts).start)
+        return max(0, min(self.partitions[layer].room, self.quotas[layer] - self.kept[units].count(True)))
+
+    def evict(self, units: Sequence[int], *, is_staged: bool = False) -> None:
+        """Keep units of one expert no more; those that the running layer needs are staged now. Counts the bytes of the
+        layer that lost them, in the phase of the layer that needed the room.
+        """
+        layer = self.geometry.layer_of[units[0] // self.num_parts]
+        self.drop(units)
+        if not is_staged:
+            self.release(units)
+        counters = self.counters[layer]
+        phase = counters.decode if self.is_decoding else counters.prefill
+        phase.evicted_nbytes += len(units) * self.geometry.unit_nbytes[layer]
+
+    def _victims(self, layer: int, num_units: int, protected: Container[int]) -> tuple[list[Sequence[int]], int]:
+        """For each victim outside `protected` the units that go, and how many units are then still lacking. Unless
+        whole experts go, a victim loses its last units first and keeps its top.
+        """
+        partition = self.partitions[layer]
+        is_whole = self.evicts_whole and partition.top == self.num_parts
+        victims: list[Sequence[int]] = []
+        for eid in partition.policy.victims(protected) if num_units > 0 else ():
+            kept = self.kept_of(eid)
+            victims.append(kept if is_whole else kept[-num_units:])
+            num_units -= len(victims[-1])
+            if num_units <= 0:
+                break
+        return victims, max(0, num_units)
+
+    def admit_best(self, router: RouterRan, needed: Sequence[int], upcoming: Iterable[int]) -> None:
         """Keep the most valuable of the kept and the needed experts. Needed ones that lose are staged until they are
         computed: at most as many units that were kept as there are free staging slots. Never evicts `upcoming`.
         """
         layer = router.layer
-        partition, size_class, top = self.partitions[layer], self._class_of[layer], self.tops[layer]
-        policy, every_kept = partition.policy, partition.kept
+        partition, pool = self.partitions[layer], self.pools[self.geometry.size_classes[layer]]
+        policy = partition.policy
         assert isinstance(policy, ScoredPolicy), "admission `best` compares scores"
         policy.needed(needed, router)
-        new = {eid: [] if len(every_kept.get(eid, ())) == top else self._lacking(layer, eid) for eid in needed}
-        excess = sum(map(len, new.values())) + partition.num_kept - partition.capacity
+        new = dict(zip(needed, map(self.lacking, needed), strict=True))
+        excess = sum(map(len, new.values())) - partition.room
         if excess > 0:
             others = policy.scored_victims({*needed, *upcoming})
             other = next(others, None)
             rivals = sorted(zip(policy.scores(needed), needed, strict=True), reverse=True)
-            can_stage = max(0, self.staging[size_class] - self.staged[size_class])
-            to_stage: _Victims = []
+            can_stage = max(0, pool.staging - pool.num_staged)
+            to_stage: list[Sequence[int]] = []
             while excess and (rivals or other):
                 if other and (not rivals or other <= rivals[-1]):
-                    units = every_kept[other[1]][-excess:]
+                    units = self.kept_of(other[1])[-excess:]
                     excess -= len(units)
-                    self._evict(other[1], units)
+                    self.evict(units)
                     other = next(others, None)
                     continue
                 eid = rivals.pop()[1]
-                kept = every_kept.get(eid, [])
+                kept = self.kept_of(eid)
                 losing = sorted([*new[eid], *kept[max(0, len(kept) - can_stage) :]])[-excess:]
                 excess -= len(losing)
                 new[eid] = [unit for unit in new[eid] if unit not in losing]
                 if units := [unit for unit in kept if unit in losing]:
                     can_stage -= len(units)
-                    to_stage.append((eid, units))
-            for eid, units in to_stage:
-                self._evict(eid, units, is_staged=True)
-        for eid, units in new.items():
+                    to_stage.append(units)
+            for units in to_stage:
+                self.evict(units, is_staged=True)
+        for units in new.values():
             if units:
-                self.keep(eid, units)
-
-    def make_prefetch_room(
-        self, eid: int, units: Sequence[int], protected: Container[int] | None, *, is_next: bool = False
-    ) -> bool:
-        """Make room for a prefetch of these units; returns False, with nothing changed, if there is none. The expert's
-        top is kept, evicting experts outside `protected`; the rest is staged. With None, and in a prompt that must not
-        evict, nothing is evicted: all is staged, or the top is kept where the partition has room.
-
-        Staging slots for one expert stay free, so that a load never waits for a prefetch. Where layers keep parts of
-        experts and this layer `is_next` to run, one free slot is enough: its wrong prefetches go when its router ran.
-        """
-        layer, num_parts, count = self.slots.layer_of[eid], self.slots.num_parts, len(units)
-        size_class, room, num_free = (
-            self._class_of[layer],
-            self.partitions[layer].room,
-            self.slots.pool_of[layer].num_free,
-        )
-        spare = 1 if self.is_split and is_next else num_parts
-        room_to_stage = self.staging[size_class] - spare - self.staged[size_class]
-        top = [unit for unit in units if unit % num_parts < self.tops[layer]]
-        can_stage = count <= min(room_to_stage, num_free)
-        if protected is None and can_stage:
-            return True
-        if protected is not None and not self.may_evict and self._free_room(layer) < len(top):
-            return can_stage
-        short = max(0, len(top) - room)
-        if len(top) < count and count - len(top) > room_to_stage:
-            return False
-        if num_free + short < count:
-            return False
-        if short and (protected is None or self.make_room(layer, len(top), protected) < len(top)):
-            return False
-        self.keep(eid, top)
-        return True
-
-    def _free_room(self, layer: int) -> int:
-        """Of the layer's quota, what its prompts may fill."""
-        partition, layer_of = self.partitions[layer], self.slots.layer_of
-        num_kept = sum([len(units) for eid, units in partition.kept.items() if layer_of[eid] == layer])
-        return max(0, min(partition.room, self.quotas[layer] - num_kept))
-
-    def _victims(self, layer: int, num_units: int, protected: Container[int]) -> tuple[_Victims, int]:
-        is_whole = self.evicts_whole and self.tops[layer] == self.slots.num_parts
-        return self.partitions[layer].victims(num_units, protected, whole=is_whole)
-
-    def _lacking(self, layer: int, eid: int) -> list[int]:
-        """Units of the expert's top that are not kept."""
-        kept, first = self.partitions[layer].kept.get(eid, ()), eid * self.slots.num_parts
-        top = range(first, first + self.tops[layer])
-        return [unit for unit in top if unit not in kept] if kept else list(top)
-
-    def _evict_all(self, victims: _Victims) -> None:
-        for eid, units in victims:
-            self._evict(eid, units)
-
-    def _evict(self, eid: int, units: Sequence[int], *, is_staged: bool = False) -> None:
-        """Keep units no more; those that the running layer needs are staged now. Counts the bytes of the layer that
-        lost them, in the phase of the layer that needed the room.
-        """
-        layer = self.slots.layer_of[eid]
-        self.partitions[layer].drop(eid, units)
-        if is_staged:
-            self.staged[self._class_of[layer]] += len(units)
-        else:
-            self.slots.release(units)
-        counters = self._counters[layer]
-        phase = counters.decode if self.is_decoding else counters.prefill
-        phase.evicted_nbytes += len(units) * self.slots.segment_nbytes[layer]
+                self.keep(units)
 
     # -- quotas ------------------------------------------------------------------------------------------------
 
@@ -294,17 +368,19 @@ class Cache:
         towards them. Without `tops` the sum in each size class stays the same; with it, it may be less, down from what
         the budget keeps, and the rest is for staging. Only where each layer has its own partition.
         """
-        assert len(self.distinct_partitions()) == len(self.partitions), "a cache over all layers has no quotas"
-        accepted: Sequence[int] = self._budget.kept_slots
+        sums = check_quotas(self.geometry, quotas)
         if tops is None:
-            accepted = self._geometry.class_sums(self.targets or self.quotas)
-        if not all(map(eq if tops is None else le, check_quotas(self._geometry, quotas), accepted)):
-            bound = f"must {'have the sum of' if tops is None else 'be at most'} {list(accepted)} in each size class"
-            raise ConfigError(f"allocation: quotas={list(quotas)}: {bound}")
-        self.targets = list(quotas)
-        if tops is not None:
+            accepted = self.geometry.class_sums(self.targets or self.quotas)
+            if sums != accepted:
+                raise ConfigError(f"allocation: quotas={list(quotas)}: must have the sum of {accepted} by size class")
+        else:
+            accepted = [pool.num_slots - pool.least_staging for pool in self.pools]
+            if any(map(gt, sums, accepted)):
+                raise ConfigError(f"allocation: quotas={list(quotas)}: must be at most {accepted} by size class")
             self.is_split = True
-            self.tops = list(tops)
+            for partition, top in zip(self.partitions, tops, strict=True):
+                partition.top = top
+        self.targets = list(quotas)
 
     def rearrange(self, protected: Container[int]) -> None:
         """Between layers: move towards `targets`, which is None once they are reached. Units beyond the tops go, and
@@ -316,79 +392,68 @@ class Cache:
             return
         is_cut = not self.is_split or self._cut(protected)
         for layer, (partition, target) in enumerate(zip(self.partitions, self.targets, strict=True)):
-            if target < partition.capacity:
-                victims, lacking = self._victims(layer, partition.num_kept - target, protected)
-                self._evict_all(victims)
-                self.quotas[layer] = partition.capacity = target + lacking
-        staged = [num and num + self.slots.num_parts for num in self.staged]  # and room for one load
-        sums = self._geometry.class_sums(self.quotas)
-        every = zip(self.slots.pools, self._budget.staging_slots, staged, sums, strict=True)
-        room = [pool.num_slots - max(least, num) - kept for pool, least, num, kept in every]
-        for layer, (size_class, target) in enumerate(zip(self._class_of, self.targets, strict=True)):
+            if target < self.quotas[layer]:
+                less = self.quotas[layer] - target
+                victims, lacking = self._victims(layer, less - partition.room, protected)
+                for units in victims:
+                    self.evict(units)
+                self._change_quota(layer, lacking - less)
+        sums = self.geometry.class_sums(self.quotas)
+        room = []
+        for pool, quotas in zip(self.pools, sums, strict=True):
+            staged = pool.num_staged and pool.num_staged + self.num_parts  # and room for one load
+            room.append(pool.num_slots - max(pool.least_staging, staged) - quotas)
+        for layer, (size_class, target) in enumerate(zip(self.geometry.size_classes, self.targets, strict=True)):
             more = max(0, min(target - self.quotas[layer], room[size_class]))
             room[size_class] -= more
-            self.quotas[layer] = self.partitions[layer].capacity = self.quotas[layer] + more
-        self._find_staging()
+            self._change_quota(layer, more)
+        if self.is_split:
+            self._find_staging()
         if is_cut and self.quotas == self.targets:
             self.targets = None
 
+    def _change_quota(self, layer: int, more: int) -> None:
+        self.quotas[layer] += more
+        self.partitions[layer].capacity += more
+        self.partitions[layer].room += more
+
     def _cut(self, protected: Container[int]) -> bool:
         """Evict what is kept beyond the tops, or in several spans; returns whether all of it is gone."""
-        is_cut, num_parts = True, self.slots.num_parts
-        for partition, top in zip(self.partitions, self.tops, strict=True):
-            for eid, kept in list(partition.kept.items()):
-                is_scattered = top == num_parts and self.slots.whole[eid] is None
-                units = kept if is_scattered else [unit for unit in kept if unit % num_parts >= top]
-                if units and eid in protected:
-                    is_cut = False
-                elif units:
-                    self._evict(eid, units)
+        is_cut, num_parts = True, self.num_parts
+        for eid, layer in enumerate(self.geometry.layer_of):
+            kept, top = self.kept_of(eid), self.partitions[layer].top
+            is_scattered = top == num_parts and self.whole[eid] is None
+            units = kept if is_scattered else [unit for unit in kept if unit % num_parts >= top]
+            if units and eid in protected:
+                is_cut = False
+            elif units:
+                self.evict(units)
         return is_cut
 
     def _find_staging(self) -> None:
-        if self.is_split:
-            pools = zip(self.slots.pools, self._geometry.class_sums(self.quotas), strict=True)
-            self.staging = [pool.num_slots - kept for pool, kept in pools]
-
-    # -- slots -------------------------------------------------------------------------------------------------
-
-    def allocate(self, eid: int, units: Sequence[int], state: int) -> list[Span]:
-        """Give units slots, as `SlotTable.allocate`; those that are not kept count as staged."""
-        layer = self.slots.layer_of[eid]
-        kept = self.partitions[layer].kept.get(eid, ())
-        if len(kept) < self.slots.num_parts:
-            self.staged[self._class_of[layer]] += sum([unit not in kept for unit in units])
-        return self.slots.allocate(units, state)
-
-    def free_staged(self, eid: int, units: Iterable[int]) -> None:
-        """Free the slots of those of an expert's units that are not kept."""
-        layer, slot = self.slots.layer_of[eid], self.slots.slot
-        kept = self.partitions[layer].kept.get(eid, ())
-        if staged := [unit for unit in units if slot[unit] >= 0 and unit not in kept]:
-            self.staged[self._class_of[layer]] -= len(staged)
-            self.slots.release(staged)
-
-    def forget(self, eid: int, units: Sequence[int]) -> None:
-        """Units on their way will not come: free their slots, and do not keep them."""
-        if kept := [unit for unit in self.kept(eid) if unit in units]:
-            self.partition_of(eid).drop(eid, kept)
-        self.staged[self._class_of[self.slots.layer_of[eid]]] -= len(units) - len(kept)
-        self.slots.release(units)
+        for pool, kept in zip(self.pools, self.geometry.class_sums(self.quotas), strict=True):
+            pool.staging = pool.num_slots - kept
 
     def check(self) -> None:
         """Assert that slots, units, quotas and budget agree."""
-        slots, geometry, distinct = self.slots, self._geometry, self.distinct_partitions()
-        slots.check()
-        for partition in distinct:
-            assert partition.num_kept == sum(map(len, partition.kept.values())) <= partition.capacity
-        is_shared = len(distinct) < len(self.partitions)
-        assert is_shared or self.quotas == [partition.capacity for partition in self.partitions]
-        staged = [0] * geometry.num_size_classes
-        for eid, layer in enumerate(slots.layer_of):
-            kept = self.kept(eid)
-            top = slots.units(eid)[: self.tops[layer]]
-            assert self.targets is not None or set(kept) <= set(top), "only tops are kept"
-            assert set(kept) <= set(slots.with_slots(eid)), "kept units have slots"
-            staged[self._class_of[layer]] += len(self.staged_of(eid))
-        assert staged == self.staged, "units that are not kept are staged"
-        assert all(map(le, geometry.class_sums(self.quotas), self._budget.kept_slots)), "quotas never exceed the budget"
+        geometry, taken = self.geometry, [list[int]() for _ in self.pools]
+        num_kept = dict.fromkeys(self.distinct_partitions(), 0)
+        assert sorted(self.prefetching) == [unit for unit, state in enumerate(self.state) if state == PREFETCHING]
+        for eid, layer in enumerate(geometry.layer_of):
+            span, kept, partition = self.whole[eid], self.kept_of(eid), self.partitions[layer]
+            assert self.first_slot[eid] == (_NO_SLOT if span is None else span.slot)
+            is_whole = self.num_resident(eid) == self.num_parts and len(self.spans(self.units(eid))) == 1
+            assert span == (self.spans(self.units(eid))[0] if is_whole else None)
+            for unit in self.units(eid):
+                assert (self.slot[unit] != _NO_SLOT) == (self.state[unit] >= LOADING), "what has a slot is not absent"
+                assert self.slot[unit] != _NO_SLOT or not self.kept[unit], "kept units have slots"
+            assert self.targets or set(kept) <= set(self.units(eid)[: partition.top]), "only tops are kept"
+            num_kept[partition] += len(kept)
+            taken[geometry.size_classes[layer]] += [self.slot[u] for u in self.units(eid) if self.slot[u] != _NO_SLOT]
+        for pool, used in zip(self.pools, taken, strict=True):
+            assert sorted([*used, *pool.free_slots()]) == list(range(pool.num_slots)), "a slot is lost or owned twice"
+            assert pool.num_free == pool.num_slots - len(used), "free count is wrong"
+        assert sum(num_kept.values()) == sum(pool.num_kept for pool in self.pools)
+        if len(num_kept) == geometry.num_layers:
+            rooms = [quota - num for quota, num in zip(self.quotas, num_kept.values(), strict=True)]
+            assert rooms == [partition.room for partition in self.partitions]

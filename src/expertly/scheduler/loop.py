@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from expertly.core.messages import Plan, Prediction, RouterRan, Span
+from expertly.core.messages import Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
 from expertly.policies.prediction import Predictor
 from expertly.scheduler.scheduler import Scheduler
@@ -50,104 +50,74 @@ def run_layer(
     `compute` queues everything that reads the slots of some spans: of one span, or, with `together`, of all that are
     there. `routed` returns what the predictor may see of the router; None: the predictor does not follow this pass.
     """
-
-    def compute_each(spans: Sequence[Span]) -> None:
-        for span in spans:
-            compute((span,))
-
-    use = compute if together else compute_each
     cancelled: Sequence[Span] = ()
     if prefetcher is not None:
         while (span := transport.poll()) is not None:
-            is_awaited = scheduler.loaded(span)
-            assert not is_awaited, "between layers nobody waits for a span"
+            computable = scheduler.loaded(span)
+            assert computable is None, "between layers nobody waits for a span"
         cancelled = transport.cancel(router.layer)
     plan = scheduler.begin_layer(router, cancelled)
-    # All is there, as nearly always where memory is enough: a short way.
-    if prefetcher is None and not (plan.loads or plan.in_flight or scheduler.deferred):
-        if plan.ready:
-            use(plan.ready)
-            scheduler.computed(plan.ready)
-        scheduler.end_layer()
-        return
     if plan.loads:
         transport.submit(plan.loads)
     if prefetcher is not None:
         prefetcher.router_ran(routed)
-    for spans in _computing(scheduler, transport, plan, prefetcher, together=together):
-        use(spans)
+    _compute_all(scheduler, transport, plan.ready, compute, prefetcher, together=together)
     scheduler.end_layer()
     if prefetcher is not None:
         prefetcher.layer_ended()
 
 
-def _computing(
-    scheduler: Scheduler, transport: Transport, plan: Plan, prefetcher: Prefetcher | None, *, together: bool
-) -> Iterator[Sequence[Span]]:
-    """What the running layer is to compute next, `together` all that is there; the caller has computed it when it asks
-    again. Waits where nothing is there.
-
-    Spans that arrive go before resident ones, since they may hold staging slots. An expert that arrives in several
-    spans is computed when all of it is there that has a slot: only computing may free one for the rest. Where layers
-    keep parts of experts, decode computes at once what is resident (MoEpic, section 3.1).
-    """
-    held: dict[int, list[Span]] = {}  # by expert: what waits for the rest of it
-
-    def holds(span: Span) -> bool:
-        """Keep a span back where more of its expert is coming; returns whether."""
-        is_held = scheduler.is_coming(span)
-        if is_held:
-            held.setdefault(span.expert, []).append(span)
-        return is_held
-
-    num_parts = scheduler.slots.num_parts
-    num_coming = 0
-    for span in (*plan.loads, *plan.in_flight):
-        num_coming += span.num_segments
-    ready = list(plan.ready)
-    if num_parts > 1 and num_coming and not (scheduler.cache.is_split and scheduler.cache.is_decoding):
-        ready = [span for span in plan.ready if span.num_segments == num_parts or not holds(span)]
-    while True:
+def _compute_all(
+    scheduler: Scheduler,
+    transport: Transport,
+    ready: list[Span],
+    compute: Callable[[Sequence[Span]], None],
+    prefetcher: Prefetcher | None,
+    *,
+    together: bool,
+) -> None:
+    """Compute what is ready, and what arrives as it arrives: that goes first, since it may hold staging slots."""
+    # Nearly always nothing can come while something is computed.
+    takes_all = together or (prefetcher is None and not scheduler.num_coming and not scheduler.deferred)
+    while ready or scheduler.num_coming:
         spans: list[Span] = []
-        while num_coming and (together or not spans):
-            arrived = transport.poll()
-            if arrived is None:
-                if spans or ready:
-                    break
-                arrived = transport.wait()
-            if scheduler.loaded(arrived):
-                num_coming -= arrived.num_segments
-                if arrived.num_segments == num_parts:
-                    spans.append(arrived)
-                elif not holds(arrived):
-                    spans += joined([*held.pop(arrived.expert, ()), arrived])
-            elif prefetcher is not None:  # there is room for more
-                prefetcher.refill()
-        if not spans or (together and not num_coming):
-            num = len(ready) if together else 1
+        if scheduler.num_coming:
+            spans = _arrivals(scheduler, transport, prefetcher, together=together, may_wait=not ready)
+        if not spans or (takes_all and not scheduler.num_coming):
+            num = len(ready) if takes_all else 1
             spans += ready[:num]
-            del ready[:num]
-        if not spans:
-            return
-        yield spans
+            ready = ready[num:]
+        if together:
+            compute(spans)
+        else:
+            for span in spans:
+                compute((span,))
         following = scheduler.computed(spans)
         if prefetcher is not None:
             prefetcher.computed()
         if following:
-            num_coming += sum([span.num_segments for span in following])
             transport.submit(following)
 
 
-def joined(spans: Sequence[Span]) -> Sequence[Span]:
-    """Spans of one expert, with those that are adjacent in the expert and in their slots as one."""
-    result: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.segment):
-        last = result[-1] if result else None
-        if last and (span.segment - last.segment, span.slot - last.slot) == (last.num_segments, last.num_segments):
-            result[-1] = last._replace(num_segments=last.num_segments + span.num_segments)
-        else:
-            result.append(span)
-    return result
+def _arrivals(
+    scheduler: Scheduler, transport: Transport, prefetcher: Prefetcher | None, *, together: bool, may_wait: bool
+) -> list[Span]:
+    """What can be computed of the next span that has arrived, `together` of all that have. Waits where that is nothing
+    and it `may_wait`.
+    """
+    spans: list[Span] = []
+    while scheduler.num_coming and (together or not spans):
+        arrived = transport.poll()
+        if arrived is None:
+            if spans or not may_wait:
+                break
+            arrived = transport.wait()
+        computable = scheduler.loaded(arrived)
+        if computable is not None:
+            spans += computable
+        elif prefetcher is not None:  # there is room for more
+            prefetcher.refill()
+    return spans
 
 
 class Channel(Protocol):

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.prefetch import PrefetchOrder
 from expertly.scheduler.counters import PhaseCounters
 
-_Queued = tuple[float, int, int, float]  # (-priority beside others of the layer, order of arrival, expert, score)
-_Head = tuple[float, int, int]  # (-priority, order of arrival, layer)
+
+@dataclass(slots=True)
+class Forecast:
+    """Of one layer until its router runs. Experts are dense ids."""
+
+    by_distance: dict[int, Prediction] = field(default_factory=dict)  # the newest of each
+    queued: Prediction | None = None  # the newest
+    position: int = 0  # of the next of its experts to be prefetched
+    arrival: int = 0  # number of its first expert among all that were predicted
+    likely: dict[int, None] = field(default_factory=dict)  # resident or predicted experts that should stay
+    waiting: dict[int, list[int]] = field(default_factory=dict)  # experts that are to come -> units prefetched of each
 
 
 class PrefetchQueue:
-    """Predicted experts by falling priority; of equal ones, what was predicted first. Experts are dense ids.
+    """Predicted experts by falling priority; of equal ones, what was predicted first.
 
     A layer's newest prediction replaces the one before; it ends when the layer's router runs.
     """
@@ -27,96 +36,101 @@ class PrefetchQueue:
         self.now = geometry.num_layers - 1  # the layer whose router ran last; before a pass, the last layer
         self.needs_slots = False  # whether more would have been prefetched, had there been free slots
         self.evicts = evicts
-        self.waiting: dict[int, int] = {}  # experts prefetched for layers that have not run -> units of each
-        self.likely: dict[int, dict[int, None]] = {}  # by layer, predicted experts that should stay
+        self.ahead: dict[int, Forecast] = {}  # by layer
         self._geometry = geometry
         self._priority = order.priority
-        self._queued: dict[int, list[_Queued]] = {}  # by layer, the most urgent last; no list is empty
-        self._heads: list[_Head] | None = None  # a heap of each layer's most urgent expert; None: to be made
+        # (-priority, order of arrival, layer) of the next expert of each layer that has one; None: to be made
+        self._heads: dict[int, tuple[float, int, int]] | None = None
         self._num_arrived = 0
-        self._predicted: list[dict[int, Prediction]] = [{} for _ in geometry.layers]  # by layer, distance
 
     def predict(self, prediction: Prediction) -> None:
         """Queue these experts in place of those queued for the layer. Resident ones among the surest top-k, and those
         found resident when their turn to be prefetched comes, are not evicted for other prefetches.
         """
         layer, experts = prediction.layer, prediction.experts
-        self._predicted[layer][prediction.distance] = prediction
-        first = self._geometry.first_expert_id(layer)
-        num_likely = self._geometry.layers[layer].top_k if self.evicts else 0
-        self.likely[layer] = dict.fromkeys([first + expert for expert in experts[:num_likely]])
-        queued = [
-            (-self._priority(score, 1), arrival, first + expert, score)
-            for arrival, (expert, score) in enumerate(zip(experts, prediction.scores, strict=True), self._num_arrived)
-        ]
+        forecast = self.ahead.get(layer) or self.ahead.setdefault(layer, Forecast())
+        forecast.by_distance[prediction.distance] = prediction
+        forecast.queued, forecast.position, forecast.arrival = prediction, 0, self._num_arrived
         self._num_arrived += len(experts)
-        self._unqueue(layer)
-        if queued:
-            self._queued[layer] = sorted(queued, reverse=True)
-            if self._heads is not None:
-                heappush(self._heads, self._head(layer))
+        num_likely = self._geometry.layers[layer].top_k if self.evicts else 0
+        first = self._geometry.first_ids[layer]
+        forecast.likely = dict.fromkeys([first + expert for expert in experts[:num_likely]])
+        if self._heads is not None:
+            self._find_head(layer, forecast, self._heads)
 
-    def first(self) -> int | None:
-        """The most urgent expert, or None. It stays queued until `pop`."""
+    def first(self) -> tuple[int, int] | None:
+        """The layer and the id of the most urgent expert, or None. It stays queued until `pop`."""
         if self._heads is None:
-            self._heads = [self._head(layer) for layer in self._queued]
-            heapify(self._heads)
-        return self._queued[self._heads[0][2]][-1][2] if self._heads else None
+            self._heads = {}
+            for layer, forecast in self.ahead.items():
+                self._find_head(layer, forecast, self._heads)
+        if not self._heads:
+            return None
+        layer = min(self._heads.values())[2]
+        forecast = self.ahead[layer]
+        assert forecast.queued is not None
+        return layer, self._geometry.first_ids[layer] + forecast.queued.experts[forecast.position]
 
-    def pop(self) -> None:
+    def pop(self, layer: int) -> Forecast:
+        """Take the layer's next expert from the queue; returns the layer's forecast."""
+        forecast = self.ahead[layer]
+        forecast.position += 1
         assert self._heads is not None
-        layer = self._heads[0][2]
-        queued = self._queued[layer]
-        queued.pop()
-        if queued:
-            heapreplace(self._heads, self._head(layer))
-        else:
-            del self._queued[layer]
-            heappop(self._heads)
+        self._find_head(layer, forecast, self._heads)
+        return forecast
 
-    def _unqueue(self, layer: int) -> None:
-        if self._queued.pop(layer, None):
-            self._heads = None
-
-    def _head(self, layer: int) -> _Head:
-        _, arrival, _, score = self._queued[layer][-1]
+    def _find_head(self, layer: int, forecast: Forecast, heads: dict[int, tuple[float, int, int]]) -> None:
+        queued, position = forecast.queued, forecast.position
+        if queued is None or position == len(queued.experts):
+            heads.pop(layer, None)
+            return
         num_layers = self._geometry.num_layers
-        return -self._priority(score, (layer - self.now) % num_layers or num_layers), arrival, layer
+        to_go = (layer - self.now) % num_layers or num_layers
+        heads[layer] = -self._priority(queued.scores[position], to_go), forecast.arrival + position, layer
 
-    def router_ran(self, router: RouterRan, phase: PhaseCounters, num_resident: Sequence[int]) -> list[int]:
+    def cancelled(self, layer: int, eid: int, units: Collection[int]) -> None:
+        """Units of an expert will not come."""
+        forecast = self.ahead.get(layer)
+        if forecast and eid in forecast.waiting:
+            forecast.waiting[eid] = [unit for unit in forecast.waiting[eid] if unit not in units]
+
+    def upcoming(self) -> set[int]:
+        """Experts that must not be evicted: prefetched and not used yet, or resident and predicted."""
+        upcoming: set[int] = set()
+        for forecast in self.ahead.values():
+            upcoming.update(forecast.waiting, forecast.likely)
+        return upcoming
+
+    def router_ran(
+        self, router: RouterRan, phase: PhaseCounters, is_resident: Callable[[int], bool]
+    ) -> Collection[int]:
         """Count how good the predictions for the layer were (ProMoE, section 4), and what was prefetched of it, and
-        empty its queue. `num_resident`: units of each of its experts that are there. Experts that only pad tokens chose
-        do not count. Returns the experts that were prefetched.
+        empty its queue. `is_resident`: whether an expert is wholly there. Experts that only pad tokens chose do not
+        count. Returns the experts that were prefetched.
         """
         layer = self.now = router.layer
-        shape, first = self._geometry.layers[layer], self._geometry.first_expert_id(layer)
-        is_resident = [num == self._geometry.segments_per_expert for num in num_resident]
-        needed = {expert for expert, num in zip(router.experts, router.num_tokens, strict=True) if num}
-        for prediction in self._predicted[layer].values():
-            phase.predicted += len(prediction.experts)
-            phase.predicted_needed += len(needed.intersection(prediction.experts))
-            phase.predicted_resident += sum([is_resident[expert] for expert in prediction.experts])
-            phase.predicted_of += len(needed)
-        self._predicted[layer].clear()
-        self._unqueue(layer)
         self._heads = None  # the layers that are queued are nearer now
-        self.likely.pop(layer, None)
-        ended = [eid for eid in self.waiting if first <= eid < first + shape.num_experts]
-        for eid in ended:
-            num_units, expert = self.waiting.pop(eid), eid - first
-            phase.prefetched += num_units > 0
-            if num_units and expert in needed:
+        forecast = self.ahead.pop(layer, None)
+        if forecast is None:
+            return ()
+        first = self._geometry.first_ids[layer]
+        needed = {first + expert for expert, num in zip(router.experts, router.num_tokens, strict=True) if num}
+        for prediction in forecast.by_distance.values():
+            experts = [first + expert for expert in prediction.experts]
+            phase.predicted += len(experts)
+            phase.predicted_needed += len(needed.intersection(experts))
+            phase.predicted_resident += sum(map(is_resident, experts))
+            phase.predicted_of += len(needed)
+        for eid, units in forecast.waiting.items():
+            phase.prefetched += len(units) > 0
+            if units and eid in needed:
                 phase.prefetched_needed += 1
-                phase.prefetched_in_time += is_resident[expert]
-            elif num_units:
-                phase.wasted_nbytes += num_units * self._geometry.segment_nbytes(layer)
-        return ended
+                phase.prefetched_in_time += is_resident(eid)
+            elif units:
+                phase.wasted_nbytes += len(units) * self._geometry.unit_nbytes[layer]
+        return forecast.waiting
 
     def clear(self) -> None:
-        self._queued.clear()
+        self.ahead.clear()
         self._heads = None
         self.now = self._geometry.num_layers - 1
-        self.waiting.clear()
-        self.likely.clear()
-        for predicted in self._predicted:
-            predicted.clear()

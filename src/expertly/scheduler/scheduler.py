@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import repeat
 from operator import add
 
@@ -14,10 +14,9 @@ from expertly.policies.eviction import MakePolicy
 from expertly.policies.moepic import Timing
 from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
-from expertly.scheduler.cache import Cache
+from expertly.scheduler.cache import ABSENT, LOADING, PREFETCHING, QUEUED, RESIDENT, Cache
 from expertly.scheduler.counters import LayerCounters
-from expertly.scheduler.prefetch import PrefetchQueue
-from expertly.scheduler.slots import ABSENT, LOADING, PREFETCHING, QUEUED, RESIDENT
+from expertly.scheduler.prefetch import Forecast, PrefetchQueue
 
 
 class Scheduler:
@@ -52,25 +51,25 @@ class Scheduler:
         """
         self.geometry = geometry
         self.budget = budget
-        self.counters = [LayerCounters() for _ in geometry.layers]
         self.allocation = allocation or Uniform(geometry)
         self.predicts = predicts  # whether units may come that no layer waits for
         self.prompts_evict = prefill == "evict"
         self.keeps_best = admission == "best"
-        self.cache = Cache(
-            *(geometry, budget, make_policy, scope, self.counters, self.allocation.tops(budget.layer_quotas)),
-            prompts_evict=self.prompts_evict,
-        )
-        self.slots = self.cache.slots
+        self.cache = Cache(geometry, budget, make_policy, scope, self.allocation.tops(budget.layer_quotas))
         if self.allocation.is_online:
             self.allocation.begin(budget.layer_quotas)
         self.queue = PrefetchQueue(geometry, prefetch, evicts=ahead == "cache")
         self.router: RouterRan | None = None  # of the running layer
         self.needed: list[int] = []  # its experts, by dense id
         self.num_open = 0  # units of the running layer that a plan named and that were not computed yet
-        self.deferred: deque[tuple[int, list[int]]] = deque()  # its (position, units) that wait for staging slots
+        self.num_coming = 0  # of these, units that are on their way
+        self.deferred: deque[tuple[int, Sequence[int]]] = deque()  # its (position, units) that wait for staging slots
+        self.held: dict[int, list[int]] = {}  # its experts -> units that are there and wait for others on their way
         self._best: list[int] = []  # experts to keep as their layers have room, the best last
-        self._began_in_decode = [False] * len(self.slots.state)  # of the units being prefetched
+
+    @property
+    def counters(self) -> list[LayerCounters]:
+        return self.cache.counters
 
     # -- one layer ---------------------------------------------------------------------------------------------
 
@@ -79,71 +78,78 @@ class Scheduler:
         that the driver took back before they began.
         """
         assert self.router is None, "the layer before has not ended"
-        layer, slots = router.layer, self.slots
-        first, whole, num_parts = slots.first_of[layer], slots.whole, slots.num_parts
+        layer, cache, num_parts = router.layer, self.cache, self.cache.num_parts
         self.router = router
-        self.needed = list(map(add, router.experts, repeat(first)))
-        self.cache.is_decoding = router.is_part_of_decode or True in router.is_decode
+        self.needed = list(map(add, router.experts, repeat(self.geometry.first_ids[layer])))
+        cache.is_decoding = router.is_part_of_decode or True in router.is_decode
         if self.predicts:
             self._settle_predictions(router, cancelled)
-        ready: list[Span] = []
-        partial: list[Span] = []
-        missing: list[int] = []
+        plan = Plan()
+        partial: list[int] = []  # experts that are not there in one span, but in part
+        missing: list[int] = []  # positions of experts that are not wholly there
         parts_there: list[int] = []
         for position, eid in enumerate(self.needed):
-            span = whole[eid]
+            span = cache.whole[eid]
             if span is not None:
-                ready.append(span)
+                plan.ready.append(span)
                 continue
-            num = slots.num_resident[eid]
+            num = cache.num_resident(eid) if num_parts > 1 else 0
             if num:
-                partial += slots.spans(slots.in_state(eid, RESIDENT))
+                partial.append(eid)
+                self.num_open += num
             if num < num_parts:
                 missing.append(position)
                 parts_there.append(num)
-        self.num_open = len(ready) * num_parts
-        if partial:
-            self.num_open += _num_units(partial)
-        self.counters[layer].count_demand(router, missing, parts_there, num_parts, slots.segment_nbytes[layer])
-        plan = Plan(ready + partial)
-        if missing or self.cache.staged[self.geometry.size_classes[layer]] or self.keeps_best:
+        self.num_open += len(plan.ready) * num_parts
+        cache.counters[layer].count_demand(router, missing, parts_there, num_parts, self.geometry.unit_nbytes[layer])
+        if missing or self.keeps_best or cache.pools[self.geometry.size_classes[layer]].num_staged:
             self._admit(router, missing, plan)
+        for eid in partial:
+            # Where layers keep parts of experts, decode computes them while the rest is loaded (MoEpic, section 3.1).
+            units = cache.in_state(eid, RESIDENT)
+            if cache.in_state(eid, LOADING) and not (cache.is_split and cache.is_decoding):
+                self.held[eid] = list(units)
+            else:
+                plan.ready += cache.spans(units)
         return plan
 
-    def loaded(self, span: Span) -> bool:
-        """A span has arrived. Returns whether the running layer waits for it."""
-        if self.slots.arrived(span):
-            return True
-        units = self.slots.units_of(span)
-        eid = units.start // self.slots.num_parts
-        if eid not in self.queue.waiting and eid not in self.needed:  # its layer has run
-            self.cache.free_staged(eid, units)
-        return False
-
-    def is_coming(self, span: Span) -> bool:
-        """Whether the running layer waits for other units of the span's expert."""
-        eid = self.slots.first_of[span.layer] + span.expert
-        return bool(self.slots.in_state(eid, LOADING))
+    def loaded(self, span: Span) -> Sequence[Span] | None:
+        """A span has arrived. Returns what the running layer can compute now, None where it does not wait for the span.
+        An expert that arrives in several spans is computed when all of it is there that has a slot: only computing may
+        free one for the rest.
+        """
+        cache = self.cache
+        if not cache.arrived(span):
+            eid = self.geometry.first_ids[span.layer] + span.expert
+            forecast = self.queue.ahead.get(span.layer)
+            if eid not in self.needed and not (forecast and eid in forecast.waiting):  # its layer has run
+                cache.free_staged(cache.units_of(span))
+            return None
+        self.num_coming -= span.num_segments
+        if span.num_segments == cache.num_parts:
+            return (span,)
+        eid = self.geometry.first_ids[span.layer] + span.expert
+        held = self.held.setdefault(eid, [])
+        held += cache.units_of(span)
+        return () if cache.in_state(eid, LOADING) else cache.spans(sorted(self.held.pop(eid)))
 
     def computed(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Spans of the running layer were computed: free those that are staged. Returns what to load next."""
         loads: list[Span] = []
-        layer, slots, staged = spans[0].layer, self.slots, self.cache.staged
-        size_class = self.geometry.size_classes[layer]
+        cache, first_id = self.cache, self.geometry.first_ids[spans[0].layer]
         for span in spans:
             self.num_open -= span.num_segments
-            if self.deferred or staged[size_class]:
-                eid = slots.first_of[layer] + span.expert
-                first = eid * slots.num_parts + span.segment
-                self.cache.free_staged(eid, range(first, first + span.num_segments))
-                if self.deferred:
-                    self._load_deferred(loads)
+            first = (first_id + span.expert) * cache.num_parts + span.segment
+            if False in cache.kept[first : first + span.num_segments]:
+                cache.free_staged(range(first, first + span.num_segments))
+            if self.deferred:
+                self._load_deferred(loads)
         return loads
 
     def end_layer(self) -> None:
         """Everything that the layer needs was computed: tell its policy."""
         router, needed = self.router, self.needed
-        assert router is not None and not (self.num_open or self.deferred)
+        assert router is not None and not (self.num_open or self.num_coming or self.deferred)
         self.router, self.needed = None, []
         self.cache.partitions[router.layer].policy.used(needed, router.num_tokens, router.batch_tokens)
         if self.allocation.is_online:
@@ -156,18 +162,20 @@ class Scheduler:
 
     def abandon(self) -> None:
         """The layer failed and no transfer runs: forget what was in flight and free its slots."""
-        slots, unused = self.slots, [*self.queue.waiting, *self.needed]
-        for unit, state in enumerate(slots.state):
-            if state in (LOADING, PREFETCHING):
-                self.cache.forget(unit // slots.num_parts, [unit])
-            elif state == QUEUED:
-                slots.state[unit] = ABSENT
+        cache = self.cache
+        for unit, state in enumerate(cache.state):
+            if state == QUEUED:
+                cache.state[unit] = ABSENT
+            elif state in (LOADING, PREFETCHING):
+                cache.forget([unit])
+            elif state == RESIDENT:
+                cache.free_staged([unit])
         self.queue.clear()
         self._best.clear()
-        self.router, self.needed, self.num_open = None, [], 0
+        self.router, self.needed = None, []
+        self.num_open = self.num_coming = 0
         self.deferred.clear()
-        for eid in unused:
-            self.cache.free_staged(eid, slots.units(eid))
+        self.held.clear()
 
     # -- what the running layer needs --------------------------------------------------------------------------
 
@@ -175,64 +183,74 @@ class Scheduler:
         """Decide what is kept and load it; load the rest as far as there are staging slots. `missing`: positions of
         experts that are not wholly resident.
         """
-        slots, needed, num_parts = self.slots, self.needed, self.slots.num_parts
-        for position in missing if slots.prefetching else ():
-            plan.in_flight += slots.await_prefetched(needed[position])
+        cache, needed = self.cache, self.needed
+        for position in missing if cache.prefetching else ():
+            plan.in_flight += cache.await_prefetched(needed[position])
         if plan.in_flight:
-            self.num_open += _num_units(plan.in_flight)
+            self.num_coming = sum([span.num_segments for span in plan.in_flight])
+            self.num_open += self.num_coming
         if self.keeps_best:
-            self.cache.admit_best(router, needed, self.upcoming() if self.predicts else ())
+            cache.admit_best(router, needed, self.upcoming() if self.predicts else ())
         else:
-            missing = self._admit_all(router, missing, needed)
-        every_kept = self.cache.partitions[router.layer].kept
+            missing = self._keep_all(router, missing)
         for position in missing:
-            eid = needed[position]
-            # Where experts are whole, the unit is the expert.
-            is_absent = num_parts > 1 or slots.state[eid] == ABSENT
-            absent = slots.in_state(eid, ABSENT) if num_parts > 1 else [eid]
-            if not (is_absent and absent):
-                continue
-            kept = every_kept.get(eid, ())
-            to_keep = absent if len(kept) == num_parts else [unit for unit in absent if unit in kept]
-            if to_keep:
-                self._load(position, to_keep, plan.loads)
-            if len(to_keep) < len(absent):
-                waiting = [unit for unit in absent if unit not in to_keep]
-                self.deferred.append((position, waiting))
-                for unit in waiting:
-                    slots.state[unit] = QUEUED
+            if absent := cache.in_state(needed[position], ABSENT):
+                to_keep = list(filter(cache.kept.__getitem__, absent))
+                if to_keep:
+                    self._load(position, to_keep, plan.loads)
+                if len(to_keep) < len(absent):
+                    waiting = [unit for unit in absent if not cache.kept[unit]]
+                    self.deferred.append((position, waiting))
+                    for unit in waiting:
+                        cache.state[unit] = QUEUED
         if self.deferred:
             self._load_deferred(plan.loads)
 
-    def _admit_all(self, router: RouterRan, missing: list[int], needed: list[int]) -> list[int]:
+    def _keep_all(self, router: RouterRan, missing: list[int]) -> list[int]:
         """Keep what can be kept of what is needed. Experts of decode may evict, in router order, then those of prompts
-        where prompts may; the others only take free slots. Prompts and pads: by falling number of tokens, then by id.
-        Returns positions in the order in which their experts are loaded.
+        where prompts may; the others only take what is free of the layer's quota. Prompts and pads: by falling number
+        of tokens, then by id. Returns positions in the order in which their experts are loaded.
         """
-        cache, num_tokens, is_decode = self.cache, router.num_tokens, router.is_decode
-        if cache.staged[self.geometry.size_classes[router.layer]]:  # what is resident, but not kept, is admitted too
-            missing = [i for i, eid in enumerate(needed) if len(cache.kept(eid)) < self.slots.num_parts]
-        evicting = [i for i in missing if is_decode[i] and num_tokens[i]]
-        filling: list[int] = []
-        if len(evicting) < len(missing):
-            filling = [i for i in missing if not (is_decode[i] and num_tokens[i])]
+        cache, layer, needed, num_tokens = self.cache, router.layer, self.needed, router.num_tokens
+        if cache.pools[self.geometry.size_classes[layer]].num_staged:  # what is resident, but not kept, is admitted too
+            num_parts = self.cache.num_parts
+            missing = [i for i, eid in enumerate(needed) if len(cache.kept_of(eid)) < num_parts]
+        evicting, filling = missing, list[int]()
+        if False in router.is_decode or 0 in num_tokens:
+            evicting = [i for i in missing if router.is_decode[i] and num_tokens[i]]
+            filling = [i for i in missing if not (router.is_decode[i] and num_tokens[i])]
             filling.sort(key=lambda i: (-num_tokens[i], needed[i]))
             if self.prompts_evict:
                 evicting += [i for i in filling if num_tokens[i]]
                 filling = [i for i in filling if not num_tokens[i]]
-        eids = list(map(needed.__getitem__, evicting)), list(map(needed.__getitem__, filling))
-        cache.admit(router.layer, *eids, self._protected() if evicting else ())
+        if evicting:
+            lacking = [cache.lacking(needed[i]) for i in evicting]
+            protected = self._protected()
+            # Room for all at once is cheaper, and evicts the same experts.
+            room = cache.make_room(layer, sum(map(len, lacking)), protected)
+            for units in lacking:
+                if room < len(units):
+                    room = cache.make_room(layer, len(units), protected)
+                cache.keep(units[:room])
+                room -= len(units[:room])
+        if filling:
+            room = cache.room_of_prompts(layer)
+            for i in filling:
+                units = cache.lacking(needed[i])[:room]
+                cache.keep(units)
+                room -= len(units)
         return evicting + filling
 
     def _load(self, position: int, units: Sequence[int], loads: list[Span]) -> None:
         """Give units slots, of which there are enough, and add their spans to `loads`."""
         router = self.router
         assert router is not None
-        counters = self.counters[router.layer]
+        counters = self.cache.counters[router.layer]
         phase = counters.decode if router.is_decode[position] else counters.prefill
-        phase.loaded_nbytes += len(units) * self.slots.segment_nbytes[router.layer]
-        loads += self.cache.allocate(units[0] // self.slots.num_parts, units, LOADING)
+        phase.loaded_nbytes += len(units) * self.geometry.unit_nbytes[router.layer]
+        loads += self.cache.allocate(units, LOADING)
         self.num_open += len(units)
+        self.num_coming += len(units)
 
     def _load_deferred(self, loads: list[Span]) -> None:
         """Load units that wait for staging slots, an expert at a time: whole where the staging slots can hold that,
@@ -240,11 +258,10 @@ class Scheduler:
         slot.
         """
         assert self.router is not None
-        pool = self.slots.pool_of[self.router.layer]
-        staging = self.cache.staging[self.geometry.size_classes[self.router.layer]]
+        pool = self.cache.pools[self.geometry.size_classes[self.router.layer]]
         while self.deferred and pool.num_free:
             position, units = self.deferred[0]
-            if pool.num_free < len(units) <= staging and self.num_open:
+            if pool.num_free < len(units) <= pool.staging and self.num_open:
                 return
             self.deferred.popleft()
             if len(units) > pool.num_free:
@@ -262,108 +279,113 @@ class Scheduler:
         if self.allocation.is_online:
             self.allocation.predicted(prediction)
         if probabilities is not None:
-            self.cache.partitions[layer].policy.predicted(self.slots.first_of[layer], probabilities)
+            self.cache.partitions[layer].policy.predicted(self.geometry.first_ids[layer], probabilities)
         if prediction.outlook is not None:
             for partition in self.cache.distinct_partitions():
                 partition.policy.expected(prediction.outlook)
 
     def prefetch(self) -> list[Span]:
         """Spans to prefetch, in this order, behind every load. Each is one unit, so that a load never waits long."""
-        queue, cache, slots = self.queue, self.cache, self.slots
+        queue, cache = self.queue, self.cache
         begun: list[Span] = []
         queue.needs_slots = False
         if self.deferred:  # loads wait for slots
             return begun
-        following = (queue.now + 1) % self.geometry.num_layers
+        may_evict = queue.evicts and (cache.is_decoding or self.prompts_evict)
         protected: set[int] | None = None  # made for the first expert that needs room
-        num_coming = sum(slots.prefetching.values())
-        while num_coming < queue.window and (eid := queue.first()) is not None:
-            layer, units, has_room = slots.layer_of[eid], slots.in_state(eid, ABSENT), True
+        while len(cache.prefetching) < queue.window and (head := queue.first()) is not None:
+            layer, eid = head
+            units = cache.in_state(eid, ABSENT)
             if units:
-                if num_coming and num_coming + len(units) > queue.window:
+                if len(cache.prefetching) + len(units) > queue.window:
                     break
-                if queue.evicts and protected is None:
-                    protected = self._protected()
-                has_room = cache.make_prefetch_room(eid, units, protected, is_next=layer == following)
-                is_beyond_top = units[-1] % slots.num_parts >= cache.tops[layer]
-                if not has_room and (not queue.evicts or not cache.may_evict or is_beyond_top):
+                protected = self._protected() if protected is None else protected
+                has_room = self._make_prefetch_room(layer, units, protected)
+                if not has_room and not (may_evict and cache.is_top(units[-1])):
                     queue.needs_slots = cache.is_split
                     break  # until a slot is free
-            queue.pop()
-            if not units:  # resident or in flight: protect it until its layer runs
-                if queue.likely[layer]:
-                    queue.likely[layer][eid] = None
-                if eid in slots.prefetching:
-                    queue.waiting.setdefault(eid, 0)
+            forecast = queue.pop(layer)
+            if not units:
+                self._stays(eid, forecast)
             elif has_room:
-                begun += self._prefetch(eid, units)
-                num_coming += len(units)
-                queue.waiting[eid] = queue.waiting.get(eid, 0) + len(units)
+                begun += self._prefetch(units)
+                forecast.waiting.setdefault(eid, []).extend(units)
             if protected is not None:
                 protected.add(eid)
-        return begun if begun or num_coming else self._load_best()
+        return begun or self._load_best()
 
-    def keep_best(self) -> None:
-        """Quotas have changed: when nothing is in flight or can be prefetched, keep and load each layer's best experts,
-        as it has room.
+    def _make_prefetch_room(self, layer: int, units: Sequence[int], protected: Container[int]) -> bool:
+        """Make room for a prefetch of these units of one expert; returns False, with nothing changed, if there is none.
+        The expert's top is kept, evicting experts outside `protected`; the rest is staged. Where prefetches go to
+        staging slots, and in a prompt that must not evict, nothing is evicted: all is staged, or the top is kept where
+        the partition has room.
+
+        Staging slots for one expert stay free, so that a load never waits for a prefetch. Where layers keep parts of
+        experts and this layer is the next to run, one free slot is enough: its wrong prefetches go when its router ran.
         """
-        ranks = [
-            (rank, first + expert)
-            for layer, first in enumerate(self.slots.first_of)
-            for rank, expert in enumerate(self.allocation.best_of(layer))
-        ]
-        self._best = [eid for _, eid in sorted(ranks, reverse=True)]
+        cache, queue, geometry = self.cache, self.queue, self.geometry
+        pool, partition = cache.pools[geometry.size_classes[layer]], cache.partitions[layer]
+        is_next = layer == (queue.now + 1) % geometry.num_layers
+        room_to_stage = pool.staging - pool.num_staged - (1 if cache.is_split and is_next else cache.num_parts)
+        can_stage = len(units) <= min(room_to_stage, pool.num_free)
+        if can_stage and not queue.evicts:
+            return True
+        top = list(filter(cache.is_top, units))
+        is_kept = cache.is_decoding or self.prompts_evict or not queue.evicts
+        if not is_kept and cache.room_of_prompts(layer) < len(top):
+            return can_stage
+        short = max(0, len(top) - partition.room)
+        if len(units) - len(top) > max(0, room_to_stage) or pool.num_free + short < len(units):
+            return False
+        if short and (not queue.evicts or cache.make_room(layer, len(top), protected) < len(top)):
+            return False
+        cache.keep(top)
+        return True
 
-    def _load_best(self) -> list[Span]:
-        cache, slots = self.cache, self.slots
-        while self._best and cache.targets is None:
-            eid = self._best.pop()
-            layer = slots.layer_of[eid]
-            units = [unit for unit in slots.units(eid)[: cache.tops[layer]] if slots.state[unit] == ABSENT]
-            if units and cache.partitions[layer].room >= len(units) <= slots.pool_of[layer].num_free:
-                cache.keep(eid, units)
-                return self._prefetch(eid, units)
-        return []
+    def _stays(self, eid: int, forecast: Forecast) -> None:
+        """An expert whose turn to be prefetched has come is there or in flight: protect it until its layer runs."""
+        if forecast.likely:
+            forecast.likely[eid] = None
+        if self.cache.in_state(eid, PREFETCHING):
+            forecast.waiting.setdefault(eid, [])
 
-    def _prefetch(self, eid: int, units: Sequence[int]) -> list[Span]:
-        """Give units slots, of which there are enough: the spans, each a unit, to load behind every load."""
-        for unit in units:
-            self._began_in_decode[unit] = self.cache.is_decoding
-        self._count_prefetch(self.slots.layer_of[eid], self.cache.is_decoding, len(units))
-        self.cache.allocate(eid, units, PREFETCHING)
-        return [span for unit in units for span in self.slots.spans([unit])]
-
-    def _settle_predictions(self, router: RouterRan, cancelled: Sequence[Span]) -> None:
-        """Count how good the predictions for the layer were and drop prefetches that did not begin."""
-        layer, slots, queue = router.layer, self.slots, self.queue
-        for span in cancelled:
-            assert span.layer == layer, "only prefetches for this layer are cancelled"
-            units = slots.units_of(span)
-            eid = units.start // slots.num_parts
-            if eid in queue.waiting:
-                queue.waiting[eid] -= len(units)
-            self._count_prefetch(layer, self._began_in_decode[units.start], -len(units))
-            self.cache.forget(eid, units)
-        first = slots.first_of[layer]
-        num_resident = slots.num_resident[first : first + self.geometry.layers[layer].num_experts]
-        needed = set(self.needed)
-        for eid in queue.router_ran(router, self.counters[layer].phase(self.cache.is_decoding), num_resident):
-            if eid not in needed:  # units still in flight are freed as they arrive
-                self.cache.free_staged(eid, slots.in_state(eid, RESIDENT))
+    def _prefetch(self, units: Sequence[int]) -> list[Span]:
+        """Give units of one expert slots, of which there are enough: the spans, each a unit, to load behind every
+        load.
+        """
+        layer = self.geometry.layer_of[units[0] // self.cache.num_parts]
+        self._count_prefetch(layer, self.cache.is_decoding, len(units))
+        self.cache.allocate(units, PREFETCHING)
+        return [span for unit in units for span in self.cache.spans([unit])]
 
     def _count_prefetch(self, layer: int, is_decode: bool, num_units: int) -> None:
         """So many units are prefetched; a negative number: were cancelled."""
-        phase, nbytes = self.counters[layer].phase(is_decode), num_units * self.slots.segment_nbytes[layer]
+        phase, nbytes = self.counters[layer].phase(is_decode), num_units * self.geometry.unit_nbytes[layer]
         phase.loaded_nbytes += nbytes
         phase.prefetched_nbytes += nbytes
 
+    def _settle_predictions(self, router: RouterRan, cancelled: Sequence[Span]) -> None:
+        """Count how good the predictions for the layer were and drop prefetches that did not begin."""
+        layer, cache, queue = router.layer, self.cache, self.queue
+        for span in cancelled:
+            assert span.layer == layer, "only prefetches for this layer are cancelled"
+            units = cache.units_of(span)
+            queue.cancelled(layer, units[0] // cache.num_parts, units)
+            self._count_prefetch(layer, cache.prefetching[units[0]], -len(units))
+            cache.forget(units)
+        phase = self.counters[layer].phase(cache.is_decoding)
+        for eid in queue.router_ran(router, phase, cache.is_resident):
+            if eid not in self.needed:  # units still in flight are freed as they arrive
+                cache.free_staged(cache.in_state(eid, RESIDENT))
+
     def upcoming(self) -> set[int]:
         """Experts that must not be evicted: prefetched and not used yet, or resident and predicted."""
-        return {*self.queue.waiting, *self.slots.prefetching}.union(*self.queue.likely.values())
+        num_parts = self.cache.num_parts
+        return self.queue.upcoming().union([unit // num_parts for unit in self.cache.prefetching])
 
     def _protected(self) -> set[int]:
         """The same, and those that the running layer needs."""
-        return self.upcoming().union(self.needed)
+        return self.upcoming().union(self.needed) if self.predicts else set(self.needed)
 
     # -- what layers keep --------------------------------------------------------------------------------------
 
@@ -374,9 +396,33 @@ class Scheduler:
 
     def preload(self, layer: int, expert: int) -> list[Span]:
         """Keep a whole expert before anything runs; returns the spans to load. For systems that keep everything."""
-        eid = self.geometry.expert_id(layer, expert)
-        self.cache.keep(eid, self.slots.units(eid))
-        return self.cache.allocate(eid, self.slots.units(eid), LOADING)
+        units = self.cache.units(self.geometry.expert_id(layer, expert))
+        self.cache.keep(units)
+        self.num_coming += len(units)
+        return self.cache.allocate(units, LOADING)
+
+    def keep_best(self) -> None:
+        """Quotas have changed: when nothing is in flight or can be prefetched, keep and load each layer's best experts,
+        as it has room.
+        """
+        ranks = [
+            (rank, first + expert)
+            for layer, first in enumerate(self.geometry.first_ids)
+            for rank, expert in enumerate(self.allocation.best_of(layer))
+        ]
+        self._best = [eid for _, eid in sorted(ranks, reverse=True)]
+
+    def _load_best(self) -> list[Span]:
+        cache = self.cache
+        while self._best and not cache.prefetching and cache.targets is None:
+            eid = self._best.pop()
+            layer = self.geometry.layer_of[eid]
+            pool = cache.pools[self.geometry.size_classes[layer]]
+            units = list(filter(cache.is_top, cache.in_state(eid, ABSENT)))
+            if 0 < len(units) <= min(pool.num_free, cache.partitions[layer].room):
+                cache.keep(units)
+                return self._prefetch(units)
+        return []
 
     def _recall(self, layer: int) -> float:
         """The share of the experts needed by a layer's decode that predictions named in time."""
@@ -385,19 +431,16 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that slots and budgets agree, and that between layers only kept or prefetched units have slots."""
-        self.cache.check()
-        slots = self.slots
+        cache = self.cache
+        cache.check()
         queued = [unit for _, units in self.deferred for unit in units]
-        assert sorted(queued) == [unit for unit, state in enumerate(slots.state) if state == QUEUED]
+        assert sorted(queued) == [unit for unit, state in enumerate(cache.state) if state == QUEUED]
         if self.router is not None:
             return
-        assert not self.num_open and not queued and LOADING not in slots.state
-        for eid in range(self.geometry.num_experts):
-            if self.cache.staged_of(eid):
-                assert eid in self.queue.waiting or eid in slots.prefetching
-        for pool, staging, num in zip(slots.pools, self.cache.staging, self.cache.staged, strict=True):
-            assert pool.num_free >= staging - num, "between layers only prefetches hold staging slots"
-
-
-def _num_units(spans: Sequence[Span]) -> int:
-    return sum([span.num_segments for span in spans])
+        assert not self.num_open and not queued and not self.held and LOADING not in cache.state
+        coming = {eid for forecast in self.queue.ahead.values() for eid in forecast.waiting}
+        for unit, slot in enumerate(cache.slot):
+            if slot >= 0 and not cache.kept[unit]:
+                assert unit // cache.num_parts in coming or unit in cache.prefetching
+        for pool in cache.pools:
+            assert pool.num_free >= pool.staging - pool.num_staged, "between layers only prefetches hold staging slots"

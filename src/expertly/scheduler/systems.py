@@ -99,21 +99,6 @@ class System:
         return None if self.keeps_everything else EVICTIONS[self.eviction]
 
     @property
-    def prediction_learns(self) -> str | None:
-        """The kind of state that its predictor learns ("maps", ...); None: nothing that a file keeps."""
-        return self._predictor.learns.kind if self._predictor and self._predictor.learns else None
-
-    @property
-    def eviction_learns(self) -> str | None:
-        """The same of its eviction policy ("reuse")."""
-        return self._eviction.learns.kind if self._eviction and self._eviction.learns else None
-
-    @property
-    def learns(self) -> str | None:
-        """The kind of state that a file named for it keeps: its predictor's, else its eviction policy's."""
-        return self.prediction_learns or self.eviction_learns
-
-    @property
     def weights(self) -> type[LearnedState] | None:
         """Of a predictor that must be trained before (`expertly lab train`): the class of its weights."""
         return None if self._predictor is None else self._predictor.weights
@@ -185,55 +170,52 @@ def _problems(system: System) -> Iterator[str]:
         if is_stated and value not in accepted:
             path = ", or the dotted path of one" if key in REGISTRIES else ""
             yield f"{key}={value!r:.80}: unknown; accepted: {', '.join(accepted)}{path}"
-    predictor, is_best = system._predictor, system.admission == "best"
     for key in NUMBERS:
         if getattr(system, key) < 1:
             yield f"{key}={getattr(system, key)}: must be at least 1"
+    predictor, is_best = system._predictor, system.admission == "best"
     if system.loop == "synchronous" and not predictor:
         yield "loop='synchronous' waits for what is predicted, which is nothing; accepted: loop=overlapped, by-id"
     if system.loop == "by-id" and (predictor or is_best or system.allocation != "uniform"):
         parts = "prediction=none, admission=always, allocation=uniform"
         yield f"loop='by-id': one expert at a time; accepted: {parts}, or loop=overlapped"
-    if not system.keeps_everything:
-        yield from _problems_of_keeping(system, predictor, is_best)
     if predictor and PREFETCHES[system.prefetch].needs_probabilities and not predictor.gives_probabilities:
-        given = f"prediction={system.prediction!r} does not give"
-        yield f"prefetch={system.prefetch!r} weighs probabilities, which {given}; accepted: score, fifo"
-
-
-def _problems_of_keeping(system: System, predictor: type[Predictor] | None, is_best: bool) -> Iterator[str]:
-    """Why its eviction, admission and allocation do not fit together."""
-    eviction, allocation = EVICTIONS[system.eviction], ALLOCATIONS[system.allocation]
-    of_eviction, of_allocation = f"eviction={system.eviction!r}", f"allocation={system.allocation!r}"
-    if is_best and not issubclass(eviction, ScoredPolicy):
-        scored = _names(EVICTIONS, lambda policy: issubclass(policy, ScoredPolicy))
-        yield (
-            f"admission='best' compares scores, which {of_eviction} does not have; accepted: admission=always, or "
-            f"eviction={scored}"
-        )
+        lacking = f"prediction={system.prediction!r} does not give"
+        yield f"prefetch={system.prefetch!r} weighs probabilities, which {lacking}; accepted: score, fifo"
     if is_best and system.prefill != "stream":
         yield (
             f"prefill={system.prefill!r}: with admission='best' what a prompt needs is weighed against what is kept; "
             "accepted: prefill=stream, or admission=always"
         )
+    if not system.keeps_everything:
+        yield from _problems_of_eviction(f"eviction={system.eviction!r}", EVICTIONS[system.eviction], system)
+        yield from _problems_of_allocation(f"allocation={system.allocation!r}", ALLOCATIONS[system.allocation], system)
+
+
+def _problems_of_eviction(name: str, eviction: type[EvictionPolicy], system: System) -> Iterator[str]:
+    predictor, is_best = system._predictor, system.admission == "best"
+    if is_best and not issubclass(eviction, ScoredPolicy):
+        scored = _names(EVICTIONS, lambda policy: issubclass(policy, ScoredPolicy))
+        yield (
+            f"admission='best' compares scores, which {name} does not have; accepted: admission=always, or "
+            f"eviction={scored}"
+        )
     if eviction.needs_best and not is_best:
-        yield f"{of_eviction} needs to be told what is needed before it is kept; accepted: admission=best"
+        yield f"{name} needs to be told what is needed before it is kept; accepted: admission=best"
     if eviction.needs_probabilities and not (predictor and predictor.gives_probabilities):
         predictors = _names(PREDICTORS, lambda policy: policy.gives_probabilities)
-        yield (
-            f"{of_eviction} goes by predicted probabilities, which prediction={system.prediction!r} does not give; "
-            f"accepted: prediction={predictors}"
-        )
+        lacking = f"prediction={system.prediction!r} does not give"
+        yield f"{name} goes by predicted probabilities, which {lacking}; accepted: prediction={predictors}"
+
+
+def _problems_of_allocation(name: str, allocation: type[Allocation], system: System) -> Iterator[str]:
     if allocation.needs_layers and system.scope != "layer":
-        yield (f"{of_allocation} shares slots out among layers, scope={system.scope!r} does not; accepted: scope=layer")
-    if allocation.needs_layers and eviction.is_sized:
+        yield f"{name} shares slots out among layers, scope={system.scope!r} does not; accepted: scope=layer"
+    if allocation.needs_layers and EVICTIONS[system.eviction].is_sized:
         unsized = _names(EVICTIONS, lambda policy: not policy.is_sized)
-        yield f"{of_allocation} changes the sizes of caches, by which {of_eviction} goes; accepted: eviction={unsized}"
-    if not allocation.keeps and predictor and system.ahead != "staging":
-        yield (
-            f"{of_allocation} keeps no experts: what is predicted can be loaded into staging slots only; accepted: "
-            "ahead=staging"
-        )
+        yield f"{name} changes capacities, by which eviction={system.eviction!r} goes; accepted: eviction={unsized}"
+    if not allocation.keeps and system._predictor and system.ahead != "staging":
+        yield f"{name} keeps no experts: what is predicted can go to staging slots only; accepted: ahead=staging"
 
 
 def _names(registry: Registry[type[P]], is_accepted: Callable[[type[P]], bool]) -> str:

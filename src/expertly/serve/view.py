@@ -127,7 +127,7 @@ class View(Collector):
         """For each layer and each of its experts, how many of its segments are on the device or in a worker."""
         placement = getattr(self._executor, "placement", None)
         rows = [[0] * layer.num_experts for layer in self._executor.geometry.layers]
-        present = [list(self._executor.shard.scheduler.slots.num_resident)]
+        present = [self._executor.shard.scheduler.cache.residency()]
         present += [worker.told["resident"] for worker in self._executor.remotes]
         for number, of_device in enumerate(present):
             left = iter(of_device)

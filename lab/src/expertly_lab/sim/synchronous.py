@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from expertly.core.messages import RouterRan, Span
 from expertly.core.observation import Routed
+from expertly.scheduler.cache import ABSENT, LOADING, RESIDENT
 from expertly.scheduler.loop import Channel, Prefetcher, Transport
 from expertly.scheduler.scheduler import Scheduler
-from expertly.scheduler.slots import ABSENT, LOADING, RESIDENT
 
 
 class WaitingPrefetcher(Prefetcher):
@@ -42,10 +42,10 @@ class WaitingPrefetcher(Prefetcher):
         assert not self._arrived, "between layers nobody waits for a span"
 
     def _wait_for_all(self) -> None:
-        scheduler, slots = self._scheduler, self._scheduler.slots
-        while slots.prefetching:
+        scheduler, cache = self._scheduler, self._scheduler.cache
+        while cache.prefetching:
             span = self._transport.wait()
-            if slots.state[slots.units_of(span)[0]] == LOADING:
+            if cache.state[cache.units_of(span)[0]] == LOADING:
                 self._arrived.append(span)
             else:
                 scheduler.loaded(span)
@@ -58,28 +58,27 @@ def run_by_id(
     """`loop=by-id`: each expert is looked for when its turn comes, by rising id, and only it is protected then: one of
     the same layer may be evicted and loaded again (ProMoE's baseline, section 5.3). Hits are those when the router ran.
     """
-    cache, slots, layer = scheduler.cache, scheduler.slots, router.layer
-    geometry, counters = scheduler.geometry, scheduler.counters[layer]
+    cache, layer, geometry = scheduler.cache, router.layer, scheduler.geometry
+    counters = cache.counters[layer]
     cache.is_decoding = router.serves_decode
     eids = [geometry.expert_id(layer, expert) for expert in router.experts]
-    missing = [i for i, eid in enumerate(eids) if slots.num_resident[eid] < slots.num_parts]
-    there = [slots.num_resident[eids[i]] for i in missing]
-    counters.count_demand(router, missing, there, slots.num_parts, slots.segment_nbytes[layer])
+    missing = [i for i, eid in enumerate(eids) if not cache.is_resident(eid)]
+    there = [cache.num_resident(eids[i]) for i in missing]
+    counters.count_demand(router, missing, there, cache.num_parts, geometry.segment_nbytes(layer))
     for position in sorted(range(len(eids)), key=eids.__getitem__):
         eid = eids[position]
-        resident, absent = slots.in_state(eid, RESIDENT), slots.in_state(eid, ABSENT)
-        ready = slots.spans(resident) if resident else []
+        ready, absent = cache.spans(cache.in_state(eid, RESIDENT)), cache.in_state(eid, ABSENT)
         loads: list[Span] = []
         if absent:
-            nbytes = len(absent) * slots.segment_nbytes[layer]
-            counters.phase(router.is_decode[position]).loaded_nbytes += nbytes
-            cache.admit(layer, [eid], [], {eid})
-            if kept := [unit for unit in absent if unit in cache.kept(eid)]:
-                loads += cache.allocate(eid, kept, LOADING)
+            counters.phase(router.is_decode[position]).loaded_nbytes += len(absent) * geometry.segment_nbytes(layer)
+            lacking = cache.lacking(eid)
+            cache.keep(lacking[: cache.make_room(layer, len(lacking), {eid})])
+            if kept := [unit for unit in absent if cache.kept[unit]]:
+                loads += cache.allocate(kept, LOADING)
                 absent = [unit for unit in absent if unit not in kept]
         while ready or loads or absent:
-            if staged := absent[: slots.pool_of[layer].num_free]:
-                loads += cache.allocate(eid, staged, LOADING)
+            if staged := absent[: cache.pools[geometry.size_classes[layer]].num_free]:
+                loads += cache.allocate(staged, LOADING)
                 absent = absent[len(staged) :]
             if loads:
                 transport.submit(loads)
@@ -87,8 +86,8 @@ def run_by_id(
                 compute((span,))
             for _ in loads:
                 span = transport.wait()
-                scheduler.loaded(span)
+                cache.arrived(span)
                 compute((span,))
             ready, loads = [], []
-            cache.free_staged(eid, slots.units(eid))
+            cache.free_staged(cache.units(eid))
     cache.partitions[layer].policy.used(eids, router.num_tokens, router.batch_tokens)
