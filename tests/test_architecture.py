@@ -150,7 +150,7 @@ assert expertly.__version__ and "numpy" not in sys.modules, "importing it is lig
 def run_without_torch(code: str) -> str:
     """What it prints."""
     command = [sys.executable, "-c", WITHOUT_TORCH + code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -74,7 +74,7 @@ def test_text_comes_as_it_is_made_and_interrupting_ends_at_once_without_a_traceb
     running = start("run", model, PROMPT, "--raw", "--memory", "50%", "--max-new-tokens", "480")
     running.wait_until(lambda: bool(running.out))
     running.send_signal(signal.SIGINT)
-    assert running.exit_code(10) == 130
+    assert running.exit_code(30) == 130
     assert "Traceback" not in running.err
 
 

@@ -83,7 +83,7 @@ def test_writers_wait_for_each_other(tmp_path: Path, caplog: pytest.LogCaptureFi
         while "waiting for" not in caplog.text:
             time.sleep(0.01)
         file.write(b"the first")
-    thread.join(5)
+    thread.join(60)
     assert f"waiting for process {os.getpid()}, which has locked" in caplog.text
     assert (tmp_path / "a").read_bytes() == b"second"
     assert os.listdir(tmp_path) == ["a"]
