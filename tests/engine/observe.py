@@ -161,10 +161,3 @@ def run_python(code: str, *args: str, limit: float = 250) -> subprocess.Complete
     environment = os.environ | {"PYTHONPATH": str(Path(expertly.__file__).parents[1]), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-c", code, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)
-
-
-def prediction(model: Any) -> dict[str, Any]:
-    """What `expertly.stats` says of predictions."""
-    found = expertly.stats(model).as_dict()["prediction"]
-    assert isinstance(found, dict)
-    return found

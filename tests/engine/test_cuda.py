@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from expertly.scheduler.budget import split_budget
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Cases
 from tests.engine.disk import Disk
-from tests.engine.failing import raising
 from tests.engine.observe import loaded, open_files, reader_threads
 from tests.engine.slot_kernels import put_slot_kernels
 from tests.engine.streams import Accelerator, LateStreams, put_in_place, run_random_layers
@@ -187,7 +187,7 @@ def test_what_fails_behind_the_pool_leaves_nothing(cases: Cases, monkeypatch: py
     geometry = store.geometry()
     slots = split_budget(geometry, geometry.nbytes).pool_slots()
     threads = len(reader_threads())
-    monkeypatch.setattr(cuda, "Readers", raising(ConfigError("no readers")))
+    monkeypatch.setattr(cuda, "Readers", Mock(side_effect=ConfigError("no readers")))
     with pytest.raises(ConfigError, match="no readers"):
         CudaDevice(torch.device("cpu"), LateStreams(), store, geometry, slots, torch.float32, geometry.nbytes)
     assert len(reader_threads()) == threads and open_files(store.folder) == []

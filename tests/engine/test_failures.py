@@ -15,6 +15,7 @@ import time
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,8 +31,7 @@ from expertly.store.packed import PackedStore, experts_name
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
 from tests.engine.disk import Pread, Preads
-from tests.engine.failing import raising
-from tests.engine.observe import assert_streamed, loaded, open_files, prediction, reader_threads
+from tests.engine.observe import assert_streamed, loaded, open_files, reader_threads
 from tests.engine.predictors import Failing
 from tests.families import NUM_EXPERTS, fill_with_nan, generate, make_prompts
 
@@ -108,7 +108,7 @@ def test_continuous_batching_fails_its_requests_and_the_model_goes_on(own: tuple
 def test_a_kernel_that_raises(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
     with loaded(case.store, memory="30%", segments=4) as model:
-        monkeypatch.setattr(torch, "mm", raising(RuntimeError("kernel")))
+        monkeypatch.setattr(torch, "mm", Mock(side_effect=RuntimeError("kernel")))
         with pytest.raises(RuntimeError, match="kernel"):
             generate(model, case.prompts)
         monkeypatch.undo()
@@ -123,7 +123,7 @@ def test_a_predictor_that_fails_fails_one_pass(cases: Cases, monkeypatch: pytest
             generate(model, case.prompts)
         check_nothing_moves(model)
         assert generate(model, case.prompts) == case.tokens, "it goes on without predictions"
-        assert prediction(model)["failed"] == "ValueError: the predictor gave up"
+        assert expertly.stats(model).as_dict()["prediction"]["failed"] == "ValueError: the predictor gave up"
 
 
 # -- interrupts ------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_nan_is_told_with_the_layer_that_gave_it_first(tensor: str, told: str, c
 )
 def test_what_was_opened_is_closed_again(where: Any, name: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the error is there, too, which holds on to all that was known where it was raised."""
-    monkeypatch.setattr(where, name, raising(ConfigError("no such luck")))
+    monkeypatch.setattr(where, name, Mock(side_effect=ConfigError("no such luck")))
     with pytest.raises(ConfigError, match="no such luck") as raised:
         expertly.load(str(cases["mixtral"].store), memory="50%", system="lru", device="cpu")
     assert raised.tb is not None

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from expertly.engine.shard import Shard
 from expertly.engine.wire import Kind
 from expertly.model.packing import pack
 from tests.engine.conftest import Case, Cases
-from tests.engine.failing import raising
 from tests.engine.observe import loaded, reader_threads
 from tests.engine.peers import ThreadPeer, put_in_threads
 from tests.engine.streams import put_in_place
@@ -195,7 +195,7 @@ def test_a_worker_that_stalls_is_replaced(
 def test_a_worker_that_cannot_open_leaves_no_thread_behind(
     cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Shard, "preload", raising(OSError("no disk")))
+    monkeypatch.setattr(Shard, "preload", Mock(side_effect=OSError("no disk")))
     settings = {"system": "resident", "memory": "100%", "worker_memory": "100%"}
     refused(cases["qwen3_moe"].store, "workers: w0: OSError: no disk", **settings)
 
@@ -205,7 +205,7 @@ def test_a_worker_that_fails_is_replaced(
 ) -> None:
     case = cases["qwen3_moe"]
     with with_workers(case.store) as model:
-        monkeypatch.setattr(peers[0].running.worker, "_run_layer", raising(OSError("Input/output error")))
+        monkeypatch.setattr(peers[0].running.worker, "_run_layer", Mock(side_effect=OSError("Input/output error")))
         assert generate(model, case.prompts) == case.tokens
         assert states(model, "drops") == [1, 0]
         assert "worker w0 was lost: OSError: Input/output error" in caplog.text
@@ -247,7 +247,7 @@ def test_a_layer_that_fails_here_leaves_the_workers_well(
         assert generate(model, case.prompts) == case.tokens
         shard = handle(model).engine.executor.shard
         with monkeypatch.context() as patched:
-            patched.setattr(shard, "run_layer", raising(TransferError("read error")))
+            patched.setattr(shard, "run_layer", Mock(side_effect=TransferError("read error")))
             with pytest.raises(TransferError, match="read error"):
                 generate(model, case.prompts)
         assert generate(model, case.prompts) == case.tokens

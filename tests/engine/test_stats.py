@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +15,6 @@ import expertly
 from expertly.core.costs import Link
 from tests.engine.conftest import Cases
 from tests.engine.disk import Preads
-from tests.engine.failing import raising
 from tests.engine.observe import COUNTS, loaded, recording
 from tests.engine.streams import Accelerator, put_in_place
 from tests.families import FAMILIES, generate, load_reference, make_prompts
@@ -124,7 +124,7 @@ def test_times_of_an_accelerator_are_its_own(cases: Cases, monkeypatch: pytest.M
 def test_a_failed_pass_is_no_iteration(cases: Cases) -> None:
     case = cases["qwen3_moe"]
     with loaded(case.store) as model:
-        hook = model.model.layers[1].register_forward_hook(raising(RuntimeError("stop")))
+        hook = model.model.layers[1].register_forward_hook(Mock(side_effect=RuntimeError("stop")))
         with pytest.raises(RuntimeError, match="stop"):
             generate(model, case.prompts)
         hook.remove()

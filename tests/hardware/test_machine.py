@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,7 +17,6 @@ from expertly.core.errors import ConfigError
 from expertly.hardware import machine, measure, neighbours
 from expertly.hardware.machine import examine
 from expertly.hardware.measure import DiskRate
-from tests.engine.failing import raising
 from tests.hardware.readings import QUIET, say
 
 MIB = 1 << 20
@@ -42,8 +42,8 @@ def test_everything_is_measured_and_in_order(tmp_path: Path):
 
 
 LOADED, UNTOLD = replace(QUIET, load=15.0), replace(QUIET, busy_s=None)
-refuse = raising(ConfigError("a test file cannot be written there (Permission denied)"))
-fail = raising(RuntimeError("CUDA error: out of memory\nand advice"))
+refuse = Mock(side_effect=ConfigError("a test file cannot be written there (Permission denied)"))
+fail = Mock(side_effect=RuntimeError("CUDA error: out of memory\nand advice"))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,7 +22,6 @@ from expertly.store.checkpoint import Checkpoint
 from expertly.store.packed import expert_files
 from expertly.store.removal import is_store_name
 from expertly.store.writer import StoreWriter, partial_folder
-from tests.engine.failing import raising
 from tests.hostile.cases import run_command
 from tests.store.builders import DENSE, PLAN, experts_of, write_store
 
@@ -214,7 +214,7 @@ def test_what_lies_where_learned_state_does_is_not_removed(kind: str, tmp_path: 
 def test_an_interrupted_removal_is_finished_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = write_store(entry_folder(PLAN.model_type, PLAN.identity, PLAN.dtype, tmp_path)).folder
     with monkeypatch.context() as patched:
-        patched.setattr(removal, "remove_folder", raising(KeyboardInterrupt()))
+        patched.setattr(removal, "remove_folder", Mock(side_effect=KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             remove_entry(store.name, tmp_path)
     (store / "dense.safetensors").unlink()
