@@ -152,28 +152,9 @@ def with_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> Non
     path.write_bytes(safetensors_bytes(header, raw[end:]))
 
 
-def with_json(folder: Path, name: str, change: Callable[[dict[str, Any]], object]) -> None:
-    value = json.loads((folder / name).read_text())
-    change(value)
-    (folder / name).write_text(json.dumps(value))
-
-
-def in_another_folder(folder: Path) -> None:
-    def change(index: dict[str, Any]) -> None:
-        index["weight_map"] = {name: f"sub/{file}" for name, file in index["weight_map"].items()}
-
-    shutil.copytree(folder, folder / "sub")
-    with_json(folder, "model.safetensors.index.json", change)
-
-
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "dtype": (lambda at: with_header(at, lambda one: one.update(dtype="F99")), "dtype='F99': unknown"),
     "no config": (lambda at: (at / "config.json").write_text("[" * 100_000), r"config\.json: not JSON"),
-    "claims": (
-        lambda at: with_json(at, "config.json", lambda one: one.update(num_hidden_layers=10**9)),
-        "num_hidden_layers=1000000000: there are tensors for",
-    ),
-    "names": (in_another_folder, "sub/model-.*: missing shard"),
 }
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from transformers import AutoConfig, PreTrainedModel
 
 from expertly.core.errors import CheckpointError
 from expertly.model.packing import pack
@@ -22,6 +20,7 @@ from tests.families import (
     make_checkpoint,
     make_prompts,
 )
+from tests.formats.gguf_models import CASES, make_model
 from tests.model.checkpoints import assert_holds_what_transformers_loads, change, load_reference, refused
 
 TURNED = ("experts.gate_up_proj", "experts.down_proj")
@@ -39,40 +38,14 @@ def test_a_square_checkpoint_holds_what_transformers_loads(family: str, tmp_path
     assert_holds_what_transformers_loads(store, source, load_reference(source))
 
 
-def qwen3_vl_moe(intermediate: int) -> PreTrainedModel:
-    text = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 48,
-        "moe_intermediate_size": intermediate,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
-    }
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-    more = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-    ids = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
-    config = AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision | more, **ids)
-    model = transformers.Qwen3VLMoeForConditionalGeneration(config).eval()
-    dice = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.5 if "embed" in name else 0.15, generator=dice)
-    return model
-
-
 @pytest.mark.parametrize(("intermediate", "square"), [(48, ""), (32, "gate_up_proj"), (64, "down_proj")])
 def test_a_family_whose_experts_lie_in_two_ways(intermediate: int, square: str, tmp_path: Path) -> None:
     """Of qwen3_vl_moe: as transformers saves them, and turned, as they were released. It turns a matrix back where its
     shape says so; a square one it takes as it is.
     """
-    model, prompts = qwen3_vl_moe(intermediate), make_prompts(1, length=10)
+    case = CASES["qwen3vl"]
+    model = make_model(replace(case, fields=case.fields | {"moe_intermediate_size": intermediate}))
+    prompts = make_prompts(1, length=10)
     logits = logits_of(model, prompts)
     source = tmp_path / "source"
     model.save_pretrained(source)
