@@ -201,7 +201,8 @@ class _Scheme:
         if self._is_fp4:
             return NVFP4 if self._group == _NVFP4_GROUP else MXFP4
         if not self._is_packed:
-            return fp8_form(numbers, shape) if len(tensors) == 2 and (is_kept or scales == "F32") else None
+            is_plain_fp8 = not self._is_int and len(tensors) == 2
+            return fp8_form(numbers, shape) if is_plain_fp8 and (is_kept or scales == "F32") else None
         if self._bits != 4 or _ORDER in tensors or not (is_kept or dtype == "float32"):
             return None
         return int4_form(self._group if self._strategy == "group" else -1, columns, scales, self._has_zeros)
