@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeSparseMoeBlock
 
 import expertly
 from expertly.api import handle
@@ -174,6 +174,10 @@ def test_changes_and_hooks_are_heeded(cases: Cases) -> None:
         hook = model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda *_: calls.append(1))
         assert num_same() == 2 and len(calls) == 5, "of the experts, too"
         hook.remove()
+        usual = Qwen3MoeRMSNorm.forward
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Qwen3MoeRMSNorm, "forward", lambda self, hidden_states: usual(self, hidden_states) * 2)
+            assert num_same() == 0, "a class's forward"
         norm = model.model.layers[1].input_layernorm
         model.model.layers[1].input_layernorm = copy.deepcopy(norm)
         assert num_same() == 2, "another module"
