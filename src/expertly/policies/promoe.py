@@ -45,7 +45,7 @@ class Mlp:
 
     @property
     def num_parameters(self) -> int:
-        return sum(one.size for one in (self.hidden, self.hidden_bias, self.out, self.direct, self.bias))
+        return sum(part.size for part in (self.hidden, self.hidden_bias, self.out, self.direct, self.bias))
 
 
 _SHARED = ("mean", "scale", "hidden", "hidden_bias")
@@ -95,16 +95,13 @@ class LearnedWeights(LearnedState):
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         order, num_experts = sorted(self.mlps), self.shape.max_experts
-        arrays: dict[str, npt.NDArray[Any]] = {
-            "starts": np.array(self.starts, np.int32),
-            "distances": np.array(self.distances, np.int32),
-            "source": np.array([source for source, _ in order], np.int32),
-            "target": np.array([target for _, target in order], np.int32),
-        }
+        of_order = {"source": [source for source, _ in order], "target": [target for _, target in order]}
+        numbers = {"starts": self.starts, "distances": self.distances, **of_order}
+        arrays: dict[str, npt.NDArray[Any]] = {name: np.array(some, np.int32) for name, some in numbers.items()}
         for name in (*_SHARED, *_OF_EXPERTS):
             each = [getattr(self.mlps[pair], name) for pair in order]
             if name in _OF_EXPERTS:
-                each = [np.pad(one, [(0, num_experts - len(one)), *[(0, 0)] * (one.ndim - 1)]) for one in each]
+                each = [np.pad(part, [(0, num_experts - len(part)), *[(0, 0)] * (part.ndim - 1)]) for part in each]
             blank = [{"M": 0, "E": num_experts}.get(letter, 1) for letter in self.tensors[name].dims]  # of one layer
             with np.errstate(over="ignore"):
                 arrays[name] = np.stack(each).astype(np.float16) if each else np.zeros(blank, np.float16)
@@ -142,16 +139,12 @@ class Network:
     """An `Mlp` in float32, with one matrix for everything that is multiplied with an input."""
 
     def __init__(self, mlp: Mlp) -> None:
-        self._width = len(mlp.hidden)
+        self._width, self.hidden_size = mlp.hidden.shape
         first = np.concatenate([mlp.hidden, mlp.direct]).astype(np.float32) * mlp.scale.astype(np.float32)  # [N + E, H]
         offset = first @ mlp.mean.astype(np.float32)
         self._first: Floats = np.ascontiguousarray(first.T)
         self._first_bias: Floats = np.concatenate([mlp.hidden_bias, mlp.bias]).astype(np.float32) - offset
         self._out: Floats = np.ascontiguousarray(mlp.out.T, np.float32)
-
-    @property
-    def hidden_size(self) -> int:
-        return len(self._first)
 
     def probabilities(self, inputs: Floats) -> Floats:
         """[T, E] for router inputs [T, up to H]; where a model's layers differ in width, some inputs are shorter."""
@@ -179,7 +172,16 @@ class Learned(RankingPredictor):
     ) -> None:
         """Raises ConfigError where there are no weights, or they are for another model or other distances."""
         super().__init__(geometry, distance, options, known)
-        weights = _checked(geometry, known.get(LearnedWeights), self._distance)
+        weights, shape = known.get(LearnedWeights), ModelShape.of(geometry)
+        if weights is None:
+            how = "make them with `expertly lab train TRACE --out FILE` and name the file: predictor=FILE"
+            raise ConfigError(f"prediction 'learned': no weights of a predictor; {how} (--predictor FILE)")
+        if weights.shape != shape:
+            raise ConfigError(f"prediction 'learned': weights of a model of {weights.shape}; this one has {shape}")
+        if not weights.has(self._distance):
+            accepted = f"accepted with them: {', '.join(map(str, weights.distances))}"
+            problem = f"distance={self._distance}: its weights are not of that"
+            raise ConfigError(f"prediction 'learned': {problem}; {accepted}")
         self._networks: dict[int, list[tuple[int, Network]]] = {}  # source -> (target, network)
         for source, target in pairs(weights.starts, self._distance):
             self._networks.setdefault(source, []).append((target, Network(weights.mlps[source, target])))
@@ -191,10 +193,8 @@ class Learned(RankingPredictor):
             return
         for target, network in self._networks.get(routed.layer, ()):
             if inputs.shape[1] > network.hidden_size:
-                raise ConfigError(
-                    f"prediction 'learned': router inputs of {inputs.shape[1]} numbers; its weights are for "
-                    f"{network.hidden_size}"
-                )
+                numbers = f"{inputs.shape[1]} numbers; its weights are for {network.hidden_size}"
+                raise ConfigError(f"prediction 'learned': router inputs of {numbers}")
             scores = network.probabilities(inputs)
             if not np.isfinite(scores).all():
                 continue  # the hidden state is not
@@ -202,20 +202,3 @@ class Learned(RankingPredictor):
             prediction = best_of_rows(target, target - routed.layer, scores, width)
             if prediction is not None:
                 yield prediction
-
-
-def _checked(geometry: Geometry, weights: LearnedWeights | None, distance: int) -> LearnedWeights:
-    if weights is None:
-        raise ConfigError(
-            "prediction 'learned': no weights of a predictor; make them with `expertly lab train TRACE --out "
-            "FILE` and name the file: predictor=FILE (--predictor FILE)"
-        )
-    shape = ModelShape.of(geometry)
-    if weights.shape != shape:
-        raise ConfigError(f"prediction 'learned': weights of a model of {weights.shape}; this one has {shape}")
-    if not weights.has(distance):
-        accepted = ", ".join(map(str, weights.distances))
-        raise ConfigError(
-            f"prediction 'learned': distance={distance}: its weights are not of that; accepted with them: {accepted}"
-        )
-    return weights

@@ -180,25 +180,6 @@ def test_predictions_are_the_papers(distance: int, matches: int, matrix: Any) ->
                 assert said == pytest.approx(p.ravel().tolist(), abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({}, [0, 1]),
-        ({"width": 3}, [0, 1, 2]),
-        ({"width": 1}, [0]),
-        ({"width": 4}, [0, 1, 2]),
-    ],
-)
-def test_how_many_are_named(options: dict, named: list[int]) -> None:
-    """All of four tokens chose expert 0, three of them 1 and one 2; nobody the others."""
-    eam = EAM(SHAPE, 1, EAMOptions(**options))
-    chosen = np.array([[0, 1], [0, 1], [0, 1], [0, 2]])[:, None].repeat(LAYERS, 1)
-    one_pass(eam, [1] * 4, chosen)
-    (prediction,) = one_pass(eam, [2], chosen[:1])[1]
-    assert prediction.experts == named
-    assert prediction.probabilities == [0.5, 0.375, 0.125, 0, 0, 0, 0]
-
-
 def test_what_is_learned_is_what_running_shows() -> None:
     """Requests over several blocks, in both phases, with choices that are none."""
     dice = np.random.default_rng(6)
