@@ -428,16 +428,16 @@ class Packing:
             or not can_be_tiled(model.get_submodule(path))
         ):
             return None
-        forms = self._conversion.forms(group, self._checkpoint)
-        if not forms or any(form is not forms[0] for form in forms):
-            return None
         rows, columns = self._conversion.shape(group.target)
         try:
-            forms[0].block_nbytes_of(rows, columns)
+            form, *further = dict.fromkeys(self._conversion.forms(group, self._checkpoint)) or (None,)
+            if form is None or further:
+                return None
+            form.block_nbytes_of(rows, columns)
             self._conversion.check_sizes(group, self._checkpoint, rows, columns)
         except (ConfigError, CheckpointError):  # not in whole tiles: dequantising says what is wrong
             return None
-        return forms[0]
+        return form
 
     def _dense_name(self, group: Group) -> str:
         """A name that an unquantised checkpoint could have for the group's parameter."""
