@@ -228,15 +228,15 @@ class CudaDevice:
         """Begin what waits for room in the host tier."""
         way = self._under_way
         while way.needed:
-            here = self.tier.request(way.needed[0])
-            if here is None:
+            resident = self.tier.request(way.needed[0])
+            if resident is None:
                 recalled = self.tier.cancel()  # the room of prefetches whose reads have not begun
                 way.prefetches.extendleft(reversed(recalled))
                 if not recalled:
                     return
                 continue
             transfer = way.needed.popleft()
-            self._copy_all(transfer, here)
+            self._copy_all(transfer, resident)
             if not transfer.num_reads:
                 way.copying.append(transfer)
 
@@ -271,8 +271,8 @@ class CudaDevice:
     def _begin_copy(self) -> bool:
         """Queue the next copy of a prefetch, unless kernels still read the slots it goes to; whether to go on."""
         way, transfer = self._under_way, self._under_way.in_host[0]
-        here = self.tier.find(transfer.span)
-        if not here:  # a load has taken its room
+        resident = self.tier.find(transfer.span)
+        if not resident:  # a load has taken its room
             way.prefetches.appendleft(way.in_host.popleft())
             return True
         for mark in self._uses_of(transfer.span):
@@ -282,7 +282,7 @@ class CudaDevice:
                     self.streams.notice(mark)
                 return False
         way.on_stream.append(way.in_host.popleft())
-        self._copy_all(transfer, here)
+        self._copy_all(transfer, resident)
         return True
 
     def _is_stream_free(self) -> bool:

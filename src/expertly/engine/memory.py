@@ -93,13 +93,13 @@ class SharedCache:
     num_masks: int = 1
     host_nbytes: int = 0
 
-    def beside(self, one: BesideExperts, itemsize: int, *, runs_on_host: bool) -> BesideExperts:
+    def beside(self, alone: BesideExperts, itemsize: int, *, runs_on_host: bool) -> BesideExperts:
         """A server's needs: activations of the longest pass, and for each cached token its column of the masks, too."""
         mask_nbytes = self.num_masks * self.num_read * itemsize
-        fixed = one.fixed_nbytes + self.num_read * (one.pass_nbytes + mask_nbytes)
+        fixed = alone.fixed_nbytes + self.num_read * (alone.pass_nbytes + mask_nbytes)
         if runs_on_host:
             fixed += self.host_nbytes
-        return BesideExperts(one.dense_nbytes, fixed, one.cache_nbytes + mask_nbytes)
+        return BesideExperts(alone.dense_nbytes, fixed, alone.cache_nbytes + mask_nbytes)
 
     def tokens_in(self, nbytes: int, beside: BesideExperts) -> int:
         """The tokens that fit into `nbytes`, from `least` to `most`."""
@@ -193,18 +193,18 @@ def _divide_stated(
         amount, reason = geometry.nbytes, f"system {system.name}: all experts"
     is_context_stated = request.context is not None and kind_of(target).runs_on_host
     if request.total is not None or request.cache is not None or is_context_stated:
-        available, what = _available(target, request.total)
+        available, words = _available(target, request.total)
         kept = min(amount, geometry.nbytes)
         room = RoomBeside(available - beside.dense_nbytes - beside.fixed_nbytes - kept, beside)
         if request.cache is not None:
             context = request.cache.tokens_in(room.nbytes, beside)
         if beside.of_tokens(0, context) > room.nbytes:
             raise BudgetError(
-                f"{reason}: takes {format_nbytes(kept)}, but {what}; {beside.sentence(context)}; accepted: less "
+                f"{reason}: takes {format_nbytes(kept)}, but {words}; {beside.sentence(context)}; accepted: less "
                 "memory, or a smaller context"
             )
         if request.total is not None or request.cache is not None:
-            reason = f"{reason}: {format_nbytes(kept)}; {what}; {beside.sentence(context)}"
+            reason = f"{reason}: {format_nbytes(kept)}; {words}; {beside.sentence(context)}"
     return Division(split_budget(geometry, amount), reason, beside, context, room)
 
 
@@ -217,13 +217,13 @@ def choose_amount(
     """The experts' amount, the reason, and the bytes left for KV cache and activations of `context` tokens. It comes
     from `total`, or from the free memory.
     """
-    available, what = _available(target, total)
+    available, words = _available(target, total)
     left = available - beside.dense_nbytes - beside.fixed_nbytes
     chosen = max(0, min(left - beside.of_tokens(0, context), geometry.nbytes))
     is_all = chosen == geometry.nbytes
     share = "all experts fit" if is_all else f"{format_share(chosen / geometry.nbytes)} of the experts"
     name = "memory auto" if total is None else f"total memory {total}"
-    return chosen, f"{name}: {format_nbytes(chosen)} ({share}): {what}; {beside.sentence(context)}", left - chosen
+    return chosen, f"{name}: {format_nbytes(chosen)} ({share}): {words}; {beside.sentence(context)}", left - chosen
 
 
 def _available(target: torch.device, total: str | int | None) -> tuple[int, str]:
@@ -237,8 +237,8 @@ def _available(target: torch.device, total: str | int | None) -> tuple[int, str]
         return free, f"{format_nbytes(free)} are free"
     if not kind.runs_on_host:
         return stated, f"of {format_nbytes(stated)}"
-    own = rss_nbytes()
-    return stated - own, f"of {format_nbytes(stated)} this process takes {format_nbytes(own)}"
+    taken = rss_nbytes()
+    return stated - taken, f"of {format_nbytes(stated)} this process takes {format_nbytes(taken)}"
 
 
 def beside_experts(store: PackedStore, itemsize: int, target: torch.device) -> BesideExperts:

@@ -215,7 +215,7 @@ class Collector:
         for layers of another hidden size.
         """
         stack = range(len(self._layers)) if info.layers is None else info.layers
-        num_experts = max(one.num_experts for one in self._layers)
+        num_experts = max(shape.num_experts for shape in self._layers)
         lookahead = np.zeros((len(inputs), self._distance, num_experts), np.float32)
         for distance in range(1, self._distance + 1):
             ahead = layer_ahead(layer, distance, stack, info.decodes)
@@ -329,8 +329,10 @@ def make_prefetching(
     if weights is not None and weights.hidden_size:
         width = max((router.hidden_size for router in routers if router is not None), default=0)
         if width != weights.hidden_size:
-            found = f"for router inputs of {weights.hidden_size} numbers; this model's have {width}"
-            raise ConfigError(f"predictor: its weights are {found}")
+            raise ConfigError(
+                f"predictor: its weights are for router inputs of {weights.hidden_size} numbers; "
+                f"this model's have {width}"
+            )
     collector = Collector(predictor.wants, geometry.layers, routers, embedder(model), system.distance)
     saved = None
     if keeps_learned and predictor.learned is not None:

@@ -214,7 +214,10 @@ class Shard:
         """Count how long a layer's experts took, from `begin` to `end`, and how much of that was waiting."""
         counters = self.scheduler.counters[router.layer]
         phase = counters.decode if self.scheduler.cache.is_decoding else counters.prefill
-        self.moments.note(begin, end, waits, partial(add_times, phase))
+        if self.device.queues_uses:
+            self.moments.note(begin, end, waits, partial(add_times, phase))
+        else:
+            add_times(phase, begin, end, sum([stop - start for start, stop in waits]) if waits else 0)
 
     def layer_counters(self, layer: int) -> LayerCounters:
         return self.scheduler.counters[layer]
