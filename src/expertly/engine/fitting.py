@@ -37,8 +37,10 @@ def with_quantisation(
     `device`, `total_memory`: see `expertly.load`. Raises CheckpointError where none is of a model that runs,
     ConfigError for an option.
     """
-    hub = None if model is None else _on_hub(model)
-    if model is None or hub is None or not hub.is_quantised:
+    if model is None:
+        return None
+    hub = _quantised_on_hub(model)
+    if hub is None:
         return model
     usable = [quantisation for quantisation in quantisations(hub.ggufs) if not quantisation.problem]
     if not usable:
@@ -62,17 +64,18 @@ def with_quantisation(
     return f"{model}:{chosen.name}"
 
 
-def _on_hub(model: str) -> HubModel | None:
-    """The repository of a model that names no quantisation; None where it is here, or has safetensors, or no answer."""
+def _quantised_on_hub(model: str) -> HubModel | None:
+    """The repository of GGUF files that a model is, with no quantisation named; None where it is another or here."""
     if os.path.exists(os.path.expanduser(model)) or local_folder(model) or split_name(model)[1]:
         return None
     try:
         kept = HubModel.cached(split_name(model)[0])
         if kept is not None and kept.has_safetensors:
             return None  # without asking the hub
-        return HubModel.look_up(model)
+        hub = HubModel.look_up(model)
     except CheckpointError:  # a store of it may be here
         return None
+    return hub if hub.is_quantised else None
 
 
 def _fitting(model: str, usable: list[Quantisation], memory: int, *, runs_on_host: bool) -> tuple[Quantisation, float]:

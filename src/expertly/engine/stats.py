@@ -41,8 +41,7 @@ class Stats:
         devices = [of_device(shard, self._system), *map(_of_worker, executor.remotes)]
         layers = [executor.layer_counters(layer) for layer in range(executor.geometry.num_layers)]
         totals = _totals(layers)
-        moved, num_passes = _moved(shard), sum(engine.num_passes.values())
-        waits = moved.get("synchronisations")  # None: the device works in step with the host
+        moved = _moved(shard)
         formats = self._store.dense_by_format(is_decoded=shard.kernels.library is None)
         return {
             "system": self._system.name,
@@ -60,7 +59,7 @@ class Stats:
             "prediction": None if engine.prefetching is None else _of_prediction(engine.prefetching),
             "reuse": None if engine.reuse is None else engine.reuse.facts(),
             **{name: sum(device.get(name, 0) for device in devices) for name in moved},
-            "synchronisations_per_pass": waits / num_passes if waits is not None and num_passes else None,
+            "synchronisations_per_pass": _per_pass(engine, moved.get("synchronisations")),
             "devices": devices,
             "phases": {
                 phase.value: {
@@ -75,6 +74,12 @@ class Stats:
                 for number, layer in enumerate(layers)
             ],
         }
+
+
+def _per_pass(engine: Engine, count: int | None) -> float | None:
+    """None where nothing ran, or nothing is counted: of a device that works in step with the host."""
+    num_passes = sum(engine.num_passes.values())
+    return count / num_passes if count is not None and num_passes else None
 
 
 def _of_worker(remote: RemoteShard) -> dict[str, Any]:
