@@ -115,7 +115,7 @@ class Fp8Layout(Layout):
     def endings(self, stem: str, tensors: Mapping[str, Header]) -> tuple[str, ...]:
         numbers, (dtype, shape) = next(iter(tensors.items()))
         endings = next((each for each in (self.suffixes, self.fused) if each[0] == numbers), ())
-        is_quantised = dtype.startswith("F8_") or (self._is_fp4 and dtype in _IN_FP4)
+        is_quantised = tensors.keys() > {numbers} or dtype.startswith("F8_") or (self._is_fp4 and dtype in _IN_FP4)
         return endings if len(shape) > 1 and is_quantised else ()
 
     def size(self, stem: str, tensors: Mapping[str, Header]) -> list[int]:
