@@ -141,7 +141,6 @@ def test_serve_with_a_worker_that_ends_with_it(tiny: tuple[str, str]) -> None:
         assert answer["choices"][0]["text"] == expected
         said = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines() if "local-1" in line)
         assert float(said['expertly_worker_alive{worker="local-1"}']) == 1
-        assert float(said['expertly_worker_bytes_received_total{worker="local-1"}']) > 0
         tasks = Path(f"/proc/{running.pid}/task").glob("*/children")
         children = {int(child) for file in tasks for child in file.read_text().split()}
         (worker,) = [pid for pid in children if b"expertly.engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
