@@ -35,6 +35,7 @@ class CompressedLayout(Layout):
 
     def __init__(self, quantization: Mapping[str, Any], dtype: str) -> None:
         self._dtype = dtype
+        self._of_stem: dict[str, _Scheme] = {}  # patterns may be asked for so long only
         for field in ("sparsity_config", "transform_config"):
             check_field(quantization, field, (None, {}), WHERE)
         groups = quantization.get("config_groups")
@@ -44,7 +45,9 @@ class CompressedLayout(Layout):
 
     def _scheme(self, stem: str) -> _Scheme:
         """As compressed-tensors: of names, patterns and classes the first kind that matches counts."""
-        return min(self._groups, key=lambda scheme: scheme.rank(stem))
+        if stem not in self._of_stem:
+            self._of_stem[stem] = min(self._groups, key=lambda scheme: scheme.rank(stem))
+        return self._of_stem[stem]
 
     def endings(self, stem: str, tensors: Mapping[str, Header]) -> Sequence[str]:
         scheme = self._scheme(stem)
