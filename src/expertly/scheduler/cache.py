@@ -26,10 +26,11 @@ _NO_SLOT = -1
 class Partition:
     """The cache of one layer, or of all layers of a size class. Its policy orders experts, it counts units."""
 
-    def __init__(self, capacity: int, top: int, policy: EvictionPolicy) -> None:
+    def __init__(self, capacity: int, top: int, policy: EvictionPolicy, pool: Pool) -> None:
         self.capacity = self.room = capacity  # the quotas of its layers together; what of it is free
         self.top = top  # units that it keeps of a kept expert, from the first one; the others are staged
         self.policy = policy
+        self.pool = pool  # of slots, which all layers of the size class share
 
 
 class Cache:
@@ -66,29 +67,44 @@ class Cache:
         self.prefetching: dict[int, bool] = {}  # units in this state -> whether they were asked for in decode
         self.whole: list[Span | None] = [None] * geometry.num_experts  # where it is wholly there in adjacent slots
         self.first_slot = array("q", [_NO_SLOT]) * geometry.num_experts  # that of `whole`: native code looks there
-        self.pools = [Pool(*nums, num_parts) for nums in zip(budget.kept_slots, budget.staging_slots, strict=True)]
         self.quotas = list(budget.layer_quotas)  # units that a layer keeps at most; in a shared partition, in prompts
         self.targets: list[int] | None = None  # the quotas to reach, where they differ from these
         if tops is not None:
             every = zip(self.quotas, tops, geometry.layers, strict=True)
             self.quotas = [whole_tops(quota, top, layer.num_experts) for quota, top, layer in every]
-            self._find_staging()
+        pools = [Pool(*nums, num_parts) for nums in zip(budget.kept_slots, budget.staging_slots, strict=True)]
+        of_layers = [pools[size_class] for size_class in geometry.size_classes]
         if scope == "layer":
-            each = enumerate(zip(self.quotas, tops or [num_parts] * geometry.num_layers, strict=True))
+            every_top = tops or [num_parts] * geometry.num_layers
             self.partitions = [
-                Partition(quota, top, make_policy(quota // top, [layer])) for layer, (quota, top) in each
+                Partition(quota, top, make_policy(quota // top, [layer]), pool)
+                for layer, (quota, top, pool) in enumerate(zip(self.quotas, every_top, of_layers, strict=True))
             ]
         else:
-            shared = [
-                Partition(num, num_parts, make_policy(num // num_parts, geometry.layers_of_class(size_class)))
-                for size_class, num in enumerate(budget.kept_slots)
-            ]
-            self.partitions = [shared[size_class] for size_class in geometry.size_classes]
+            shared = {
+                pool: Partition(
+                    num, num_parts, make_policy(num // num_parts, geometry.layers_of_class(size_class)), pool
+                )
+                for size_class, (num, pool) in enumerate(zip(budget.kept_slots, pools, strict=True))
+            }
+            self.partitions = [shared[pool] for pool in of_layers]
+        if self.is_split:
+            self._find_staging()
+
+    @property
+    def pools(self) -> list[Pool]:
+        """Of each size class."""
+        return list(dict.fromkeys([partition.pool for partition in self.partitions]))
 
     @property
     def tops(self) -> list[int]:
         """For each layer, how many units of an expert it keeps, from the first one."""
         return [partition.top for partition in self.partitions]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether layers share a partition."""
+        return len(self.distinct_partitions()) < len(self.partitions)
 
     def distinct_partitions(self) -> list[Partition]:
         return list(dict.fromkeys(self.partitions))
@@ -175,7 +191,7 @@ class Cache:
         geometry, num_parts = self.geometry, self.num_parts
         eid = units[0] // num_parts
         layer = geometry.layer_of[eid]
-        pool = self.pools[geometry.size_classes[layer]]
+        pool = self.partitions[layer].pool
         if state == PREFETCHING:
             self.prefetching.update(dict.fromkeys(units, self.is_decoding))
         if len(units) == num_parts and pool.blocks:  # nearly always
@@ -224,7 +240,7 @@ class Cache:
     def release(self, units: Sequence[int]) -> None:
         """Free the slots of units of one expert, which are not kept: they are absent now."""
         eid = units[0] // self.num_parts
-        pool, span = self.pools[self.geometry.size_classes[self.geometry.layer_of[eid]]], self.whole[eid]
+        pool, span = self.partitions[self.geometry.layer_of[eid]].pool, self.whole[eid]
         if len(units) == self.num_parts and span is not None and not span.slot % self.num_parts:  # nearly always
             pool.blocks.append(span.slot)
             pool.num_free += self.num_parts
@@ -255,11 +271,10 @@ class Cache:
             return
         geometry, num_parts = self.geometry, self.num_parts
         eid = units[0] // num_parts
-        layer = geometry.layer_of[eid]
-        partition = self.partitions[layer]
+        partition = self.partitions[geometry.layer_of[eid]]
         partition.room -= len(units)
         assert partition.room >= 0, "a partition never exceeds its capacity"
-        self.pools[geometry.size_classes[layer]].num_kept += len(units)
+        partition.pool.num_kept += len(units)
         is_new = True not in self.kept[eid * num_parts : (eid + 1) * num_parts]
         for unit in units:
             self.kept[unit] = True
@@ -272,13 +287,13 @@ class Cache:
             return
         geometry, num_parts = self.geometry, self.num_parts
         eid = units[0] // num_parts
-        layer = geometry.layer_of[eid]
-        self.partitions[layer].room += len(units)
-        self.pools[geometry.size_classes[layer]].num_kept -= len(units)
+        partition = self.partitions[geometry.layer_of[eid]]
+        partition.room += len(units)
+        partition.pool.num_kept -= len(units)
         for unit in units:
             self.kept[unit] = False
         if True not in self.kept[eid * num_parts : (eid + 1) * num_parts]:
-            self.partitions[layer].policy.removed(eid)
+            partition.policy.removed(eid)
 
     def make_room(self, layer: int, num_units: int, protected: Container[int]) -> int:
         """Evict so that so many units fit, or nothing if they cannot. Returns the room that there is then."""
@@ -328,8 +343,7 @@ class Cache:
         computed: at most as many units that were kept as there are free staging slots. Never evicts `upcoming`.
         """
         layer = router.layer
-        partition, pool = self.partitions[layer], self.pools[self.geometry.size_classes[layer]]
-        policy = partition.policy
+        partition, pool, policy = self.partitions[layer], self.partitions[layer].pool, self.partitions[layer].policy
         assert isinstance(policy, ScoredPolicy), "admission `best` compares scores"
         policy.needed(needed, router)
         new = dict(zip(needed, map(self.lacking, needed), strict=True))
@@ -352,14 +366,12 @@ class Cache:
                 losing = sorted([*new[eid], *kept[max(0, len(kept) - can_stage) :]])[-excess:]
                 excess -= len(losing)
                 new[eid] = [unit for unit in new[eid] if unit not in losing]
-                if units := [unit for unit in kept if unit in losing]:
-                    can_stage -= len(units)
-                    to_stage.append(units)
-            for units in to_stage:
+                to_stage.append(list(filter(losing.__contains__, kept)))
+                can_stage -= len(to_stage[-1])
+            for units in filter(None, to_stage):
                 self.evict(units, is_staged=True)
-        for units in new.values():
-            if units:
-                self.keep(units)
+        for units in filter(None, new.values()):
+            self.keep(units)
 
     # -- quotas ------------------------------------------------------------------------------------------------
 
@@ -436,24 +448,32 @@ class Cache:
 
     def check(self) -> None:
         """Assert that slots, units, quotas and budget agree."""
-        geometry, taken = self.geometry, [list[int]() for _ in self.pools]
-        num_kept = dict.fromkeys(self.distinct_partitions(), 0)
+        taken: dict[Pool, list[int]] = {pool: [] for pool in self.pools}
+        for eid, layer in enumerate(self.geometry.layer_of):
+            units = self.units(eid)
+            self._check_whole(eid)
+            taken[self.partitions[layer].pool] += [self.slot[unit] for unit in units if self.slot[unit] != _NO_SLOT]
+        for pool, used in taken.items():
+            pool.check(used)
         assert sorted(self.prefetching) == [unit for unit, state in enumerate(self.state) if state == PREFETCHING]
-        for eid, layer in enumerate(geometry.layer_of):
-            span, kept, partition = self.whole[eid], self.kept_of(eid), self.partitions[layer]
-            assert self.first_slot[eid] == (_NO_SLOT if span is None else span.slot)
-            is_whole = self.num_resident(eid) == self.num_parts and len(self.spans(self.units(eid))) == 1
-            assert span == (self.spans(self.units(eid))[0] if is_whole else None)
-            for unit in self.units(eid):
-                assert (self.slot[unit] != _NO_SLOT) == (self.state[unit] >= LOADING), "what has a slot is not absent"
-                assert self.slot[unit] != _NO_SLOT or not self.kept[unit], "kept units have slots"
-            assert self.targets or set(kept) <= set(self.units(eid)[: partition.top]), "only tops are kept"
-            num_kept[partition] += len(kept)
-            taken[geometry.size_classes[layer]] += [self.slot[u] for u in self.units(eid) if self.slot[u] != _NO_SLOT]
-        for pool, used in zip(self.pools, taken, strict=True):
-            assert sorted([*used, *pool.free_slots()]) == list(range(pool.num_slots)), "a slot is lost or owned twice"
-            assert pool.num_free == pool.num_slots - len(used), "free count is wrong"
-        assert sum(num_kept.values()) == sum(pool.num_kept for pool in self.pools)
-        if len(num_kept) == geometry.num_layers:
-            rooms = [quota - num for quota, num in zip(self.quotas, num_kept.values(), strict=True)]
-            assert rooms == [partition.room for partition in self.partitions]
+        assert self.is_shared or self.quotas == [partition.capacity for partition in self.partitions]
+        self._check_kept()
+
+    def _check_whole(self, eid: int) -> None:
+        spans = self.spans(self.in_state(eid, RESIDENT))
+        whole = next((span for span in spans if span.num_segments == self.num_parts), None)
+        assert self.whole[eid] == whole
+        assert self.first_slot[eid] == (whole.slot if whole else _NO_SLOT)
+
+    def _check_kept(self) -> None:
+        num_kept = dict.fromkeys(self.partitions, 0)
+        for unit, (state, slot, is_kept) in enumerate(zip(self.state, self.slot, self.kept, strict=True)):
+            assert (slot != _NO_SLOT) == (state >= LOADING), "what has a slot is not absent"
+            if is_kept:
+                assert slot != _NO_SLOT, "kept units have slots"
+                assert self.targets or self.is_top(unit), "only tops are kept"
+                num_kept[self.partitions[self.geometry.layer_of[unit // self.num_parts]]] += 1
+        for partition, num in num_kept.items():
+            assert num == partition.capacity - partition.room <= partition.capacity
+        for pool in self.pools:
+            assert pool.num_kept == sum(num for partition, num in num_kept.items() if partition.pool is pool)

@@ -53,6 +53,11 @@ class Pool:
     def free_slots(self) -> list[int]:
         return sorted([*self._loose, *(slot for first in self.blocks for slot in range(first, first + self._size))])
 
+    def check(self, used: Sequence[int]) -> None:
+        """Assert that every slot is free or one of those used."""
+        assert sorted([*used, *self.free_slots()]) == list(range(self.num_slots)), "a slot is lost or owned twice"
+        assert self.num_free == self.num_slots - len(used), "free count is wrong"
+
     def _best_run(self, num: int) -> range:
         """Up to so many loose slots beside each other, see `take`."""
         loose = runs(sorted(self._loose))

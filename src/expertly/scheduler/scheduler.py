@@ -102,16 +102,23 @@ class Scheduler:
                 parts_there.append(num)
         self.num_open += len(plan.ready) * num_parts
         cache.counters[layer].count_demand(router, missing, parts_there, num_parts, self.geometry.unit_nbytes[layer])
-        if missing or self.keeps_best or cache.pools[self.geometry.size_classes[layer]].num_staged:
+        if missing or self.keeps_best or cache.partitions[layer].pool.num_staged:
             self._admit(router, missing, plan)
+        if partial:
+            self._compute_parts(partial, plan)
+        return plan
+
+    def _compute_parts(self, partial: Sequence[int], plan: Plan) -> None:
+        """What is there of experts waits for the rest that is coming. Where layers keep parts of experts, decode
+        computes it while the rest is loaded (MoEpic, section 3.1).
+        """
+        cache = self.cache
         for eid in partial:
-            # Where layers keep parts of experts, decode computes them while the rest is loaded (MoEpic, section 3.1).
             units = cache.in_state(eid, RESIDENT)
             if cache.in_state(eid, LOADING) and not (cache.is_split and cache.is_decoding):
                 self.held[eid] = list(units)
             else:
                 plan.ready += cache.spans(units)
-        return plan
 
     def loaded(self, span: Span) -> Sequence[Span] | None:
         """A span has arrived. Returns what the running layer can compute now, None where it does not wait for the span.
@@ -207,22 +214,13 @@ class Scheduler:
             self._load_deferred(plan.loads)
 
     def _keep_all(self, router: RouterRan, missing: list[int]) -> list[int]:
-        """Keep what can be kept of what is needed. Experts of decode may evict, in router order, then those of prompts
-        where prompts may; the others only take what is free of the layer's quota. Prompts and pads: by falling number
-        of tokens, then by id. Returns positions in the order in which their experts are loaded.
-        """
-        cache, layer, needed, num_tokens = self.cache, router.layer, self.needed, router.num_tokens
-        if cache.pools[self.geometry.size_classes[layer]].num_staged:  # what is resident, but not kept, is admitted too
-            num_parts = self.cache.num_parts
-            missing = [i for i, eid in enumerate(needed) if len(cache.kept_of(eid)) < num_parts]
+        """Keep what can be kept of what is needed; returns positions in the order in which their experts are loaded."""
+        cache, layer, needed = self.cache, router.layer, self.needed
+        if cache.partitions[layer].pool.num_staged:  # what is resident, but not kept, is admitted too
+            missing = [i for i, eid in enumerate(needed) if len(cache.kept_of(eid)) < cache.num_parts]
         evicting, filling = missing, list[int]()
-        if False in router.is_decode or 0 in num_tokens:
-            evicting = [i for i in missing if router.is_decode[i] and num_tokens[i]]
-            filling = [i for i in missing if not (router.is_decode[i] and num_tokens[i])]
-            filling.sort(key=lambda i: (-num_tokens[i], needed[i]))
-            if self.prompts_evict:
-                evicting += [i for i in filling if num_tokens[i]]
-                filling = [i for i in filling if not num_tokens[i]]
+        if False in router.is_decode or 0 in router.num_tokens:
+            evicting, filling = self._evicting_and_filling(router, missing)
         if evicting:
             lacking = [cache.lacking(needed[i]) for i in evicting]
             protected = self._protected()
@@ -241,6 +239,19 @@ class Scheduler:
                 room -= len(units)
         return evicting + filling
 
+    def _evicting_and_filling(self, router: RouterRan, missing: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Experts of decode may evict, in router order, then those of prompts where prompts may; the others only take
+        what is free of the layer's quota. Prompts and pads: by falling number of tokens, then by id.
+        """
+        num_tokens = router.num_tokens
+        evicting = [i for i in missing if router.is_decode[i] and num_tokens[i]]
+        filling = [i for i in missing if not (router.is_decode[i] and num_tokens[i])]
+        filling.sort(key=lambda i: (-num_tokens[i], self.needed[i]))
+        if self.prompts_evict:
+            evicting += [i for i in filling if num_tokens[i]]
+            filling = [i for i in filling if not num_tokens[i]]
+        return evicting, filling
+
     def _load(self, position: int, units: Sequence[int], loads: list[Span]) -> None:
         """Give units slots, of which there are enough, and add their spans to `loads`."""
         router = self.router
@@ -258,7 +269,7 @@ class Scheduler:
         slot.
         """
         assert self.router is not None
-        pool = self.cache.pools[self.geometry.size_classes[self.router.layer]]
+        pool = self.cache.partitions[self.router.layer].pool
         while self.deferred and pool.num_free:
             position, units = self.deferred[0]
             if pool.num_free < len(units) <= pool.staging and self.num_open:
@@ -312,7 +323,7 @@ class Scheduler:
                 forecast.waiting.setdefault(eid, []).extend(units)
             if protected is not None:
                 protected.add(eid)
-        return begun or self._load_best()
+        return begun + self._load_best()
 
     def _make_prefetch_room(self, layer: int, units: Sequence[int], protected: Container[int]) -> bool:
         """Make room for a prefetch of these units of one expert; returns False, with nothing changed, if there is none.
@@ -324,7 +335,7 @@ class Scheduler:
         experts and this layer is the next to run, one free slot is enough: its wrong prefetches go when its router ran.
         """
         cache, queue, geometry = self.cache, self.queue, self.geometry
-        pool, partition = cache.pools[geometry.size_classes[layer]], cache.partitions[layer]
+        pool, partition = cache.partitions[layer].pool, cache.partitions[layer]
         is_next = layer == (queue.now + 1) % geometry.num_layers
         room_to_stage = pool.staging - pool.num_staged - (1 if cache.is_split and is_next else cache.num_parts)
         can_stage = len(units) <= min(room_to_stage, pool.num_free)
@@ -417,7 +428,7 @@ class Scheduler:
         while self._best and not cache.prefetching and cache.targets is None:
             eid = self._best.pop()
             layer = self.geometry.layer_of[eid]
-            pool = cache.pools[self.geometry.size_classes[layer]]
+            pool = cache.partitions[layer].pool
             units = list(filter(cache.is_top, cache.in_state(eid, ABSENT)))
             if 0 < len(units) <= min(pool.num_free, cache.partitions[layer].room):
                 cache.keep(units)
@@ -435,9 +446,12 @@ class Scheduler:
         cache.check()
         queued = [unit for _, units in self.deferred for unit in units]
         assert sorted(queued) == [unit for unit, state in enumerate(cache.state) if state == QUEUED]
-        if self.router is not None:
-            return
-        assert not self.num_open and not queued and not self.held and LOADING not in cache.state
+        if self.router is None:
+            assert not (self.num_open or self.num_coming or queued or self.held) and LOADING not in cache.state
+            self._check_staged()
+
+    def _check_staged(self) -> None:
+        cache = self.cache
         coming = {eid for forecast in self.queue.ahead.values() for eid in forecast.waiting}
         for unit, slot in enumerate(cache.slot):
             if slot >= 0 and not cache.kept[unit]:

@@ -173,7 +173,13 @@ def _problems(system: System) -> Iterator[str]:
     for key in NUMBERS:
         if getattr(system, key) < 1:
             yield f"{key}={getattr(system, key)}: must be at least 1"
-    predictor, is_best = system._predictor, system.admission == "best"
+    yield from _problems_of_running(system, system._predictor, is_best=system.admission == "best")
+    if not system.keeps_everything:
+        yield from _problems_of_eviction(f"eviction={system.eviction!r}", EVICTIONS[system.eviction], system)
+        yield from _problems_of_allocation(f"allocation={system.allocation!r}", ALLOCATIONS[system.allocation], system)
+
+
+def _problems_of_running(system: System, predictor: type[Predictor] | None, *, is_best: bool) -> Iterator[str]:
     if system.loop == "synchronous" and not predictor:
         yield "loop='synchronous' waits for what is predicted, which is nothing; accepted: loop=overlapped, by-id"
     if system.loop == "by-id" and (predictor or is_best or system.allocation != "uniform"):
@@ -187,9 +193,6 @@ def _problems(system: System) -> Iterator[str]:
             f"prefill={system.prefill!r}: with admission='best' what a prompt needs is weighed against what is kept; "
             "accepted: prefill=stream, or admission=always"
         )
-    if not system.keeps_everything:
-        yield from _problems_of_eviction(f"eviction={system.eviction!r}", EVICTIONS[system.eviction], system)
-        yield from _problems_of_allocation(f"allocation={system.allocation!r}", ALLOCATIONS[system.allocation], system)
 
 
 def _problems_of_eviction(name: str, eviction: type[EvictionPolicy], system: System) -> Iterator[str]:
@@ -385,26 +388,36 @@ def _derived(preset: System, settings: list[str], spec: str) -> System:
         if parts.get(part) in (None, getattr(preset, part)):  # options stay until their policy is replaced
             options = preset.options_of(part) | options
     stated = list(parts)
-    if parts.get("admission", preset.admission) == "best":
-        parts.setdefault("prefill", "stream")  # prompts are weighed as well
-    prediction = parts.get("prediction", preset.prediction)
-    if prediction == "none":
-        parts = _UNPREDICTED | parts
-        if preset.loop == "synchronous":
-            parts.setdefault("loop", OVERLAPPED)
-    elif "prediction" in parts and prediction in PREDICTORS and PREDICTORS[prediction].default_distance is not None:
-        parts.setdefault("distance", PREDICTORS[prediction].default_distance)
+    parts = _implied(preset, parts)
     system = replace(before, options=tuple(options.items()), needs=(), **parts)
-    for is_off, keys, reason in (
-        (not ALLOCATIONS[system.allocation].keeps, OF_KEEPING, f"nothing is kept (allocation={system.allocation})"),
-        (system.prediction == "none", OF_PREDICTION, "nothing is predicted (prediction=none)"),
-    ):
-        useless = [key for key in keys if is_off and key in stated]
-        if useless:
-            raise _error(system, f"{useless[0]}={texts[useless[0]]}: of no use where {reason}")
+    for key, reason in _useless(system):
+        if key in stated:
+            raise _error(system, f"{key}={texts[key]}: of no use where {reason}")
     words = [f"{key}={parts[key]}" for key in stated]
     words += [f"{key}={value}" for key, value in system.options if key in texts]
     return replace(system, name=":".join([preset.name, *words]), summary=f"{preset.name} with {', '.join(words)}")
+
+
+def _useless(system: System) -> Iterator[tuple[str, str]]:
+    """Parts without effect, and why."""
+    if not ALLOCATIONS[system.allocation].keeps:
+        yield from ((key, f"nothing is kept (allocation={system.allocation})") for key in OF_KEEPING)
+    if system.prediction == "none":
+        yield from ((key, "nothing is predicted (prediction=none)") for key in OF_PREDICTION)
+
+
+def _implied(preset: System, parts: dict[str, Any]) -> dict[str, Any]:
+    """The stated parts, with others that follow from them."""
+    prediction, implied = parts.get("prediction", preset.prediction), dict[str, Any]()
+    if parts.get("admission", preset.admission) == "best":
+        implied["prefill"] = "stream"  # prompts are weighed as well
+    if prediction == "none":
+        implied |= _UNPREDICTED
+        if preset.loop == "synchronous":
+            implied["loop"] = OVERLAPPED
+    elif "prediction" in parts and prediction in PREDICTORS and PREDICTORS[prediction].default_distance is not None:
+        implied["distance"] = PREDICTORS[prediction].default_distance
+    return implied | parts
 
 
 def _texts(preset: System, settings: list[str]) -> dict[str, str]:

@@ -77,7 +77,7 @@ def run_by_id(
                 loads += cache.allocate(kept, LOADING)
                 absent = [unit for unit in absent if unit not in kept]
         while ready or loads or absent:
-            if staged := absent[: cache.pools[geometry.size_classes[layer]].num_free]:
+            if staged := absent[: cache.partitions[layer].pool.num_free]:
                 loads += cache.allocate(staged, LOADING)
                 absent = absent[len(staged) :]
             if loads:
