@@ -109,28 +109,23 @@ class ReuseModel(LearnedState):
             raise ConfigError(f"{missing}; accepted: another system, such as lru, or install it anew")
         self._weights: list[Floats] = []  # of each layer, [E, S]
         self._rows: list[Floats] = []  # the same, [S, E filled up to whole vectors]: sums over S are sums of rows
-        for own, seen in _places(shape.num_experts):
-            num, num_seen = own.stop - own.start, seen.stop - seen.start
+        places = _places(shape.num_experts)
+        for first, num, first_seen, num_seen in places:
             self._rows.append(np.zeros((num_seen, -(-num // 8) * 8), np.float32))
             self._weights.append(self._rows[-1][:, :num].T)
-            self._weights[-1][:] = np.eye(num, num_seen, own.start - seen.start)  # the value is its own recent use
-        self._state = self._begin()
+            self._weights[-1][:] = np.eye(num, num_seen, first - first_seen)  # the value is its own recent use
+        self._state = self._begin(places)
         self._num_tokens = [0] * shape.num_layers  # that each layer has seen
         self._discounts: dict[int, Floats] = {}  # running layer -> discount of every expert's value
         self._worth: Floats | None = self._values
         self._layer = 0  # the running one, or the last that ran
         self._is_decode = True
 
-    def _begin(self) -> ctypes.c_void_p:
+    def _begin(self, places: Sequence[tuple[int, int, int, int]]) -> ctypes.c_void_p:
         """The state of reuse.c where nothing has been seen."""
         num_layers = self.shape.num_layers
-        layers = np.array(
-            [
-                (own.start, own.stop - own.start, seen.start, seen.stop - seen.start, rows.ctypes.data)
-                for (own, seen), rows in zip(_places(self.shape.num_experts), self._rows, strict=True)
-            ],
-            np.int64,
-        )
+        pairs = zip(places, self._rows, strict=True)
+        layers = np.array([(*place, rows.ctypes.data) for place, rows in pairs], np.int64)
         ages = np.array([*_AGES, 2 * _AGES[-1]])
         rates = 2.0 ** (np.arange(_NUM_RATES) / 2 + _LEAST_OCTAVE)
         # What each class of own past is worth before anything was seen: recent and frequent use most.
@@ -234,18 +229,18 @@ def compiled_reuse(folder: Path = Path(__file__).parent) -> Any:
     return None
 
 
-def _places(num_experts: Sequence[int]) -> list[tuple[slice, slice]]:
-    """For each layer the dense ids of its experts and of those whose inputs it uses: of as many layers as MOST_WEIGHTS
-    allows.
+def _places(num_experts: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """For each layer the first dense id and the number of its experts, and of those whose inputs it uses: of as many
+    layers as MOST_WEIGHTS allows.
     """
     ends, places = [0, *accumulate(num_experts)], []
     for layer, num in enumerate(num_experts):
-        seen = own = slice(ends[layer], ends[layer + 1])
+        first_seen, num_seen = ends[layer], num
         for reach in range(1, REACH + 1):
-            wider = slice(ends[max(0, layer - reach)], ends[min(len(num_experts), layer + reach + 1)])
-            if (wider.stop - wider.start) * num <= MOST_WEIGHTS:
-                seen = wider
-        places.append((own, seen))
+            begin, end = ends[max(0, layer - reach)], ends[min(len(num_experts), layer + reach + 1)]
+            if (end - begin) * num <= MOST_WEIGHTS:
+                first_seen, num_seen = begin, end - begin
+        places.append((ends[layer], num, first_seen, num_seen))
     return places
 
 
