@@ -52,12 +52,10 @@ def test_pure_rooms_import_without_torch() -> None:
     paths = [path.relative_to(PACKAGE).with_suffix("") for path in modules() if room_of(path) in PURE]
     names = [".".join(("expertly_lab", *path.parts)).removesuffix(".__init__") for path in paths]
     assert len(names) > 10
-    done = run_without_torch("import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in names))
-    assert done.returncode == 0, done.stderr
+    run_without_torch("import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in names))
 
 
 @pytest.mark.parametrize("words", [["lab", "--help"], ["lab", "simulate", "--help"], ["lab", "trace", "--help"]])
 def test_the_command_line_answers_without_torch(words: list[str]) -> None:
-    done = run_without_torch(f"from expertly.cli.main import main\nassert main({words}) == 0")
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout) > 300
+    printed = run_without_torch(f"from expertly.cli.main import main\nassert main({words}) == 0")
+    assert len(printed) > 300

@@ -19,10 +19,6 @@ from expertly.policies.moe_infinity import EAM, EAMOptions
 from expertly.policies.prediction import Predictor, RankingPredictor, WidthOptions, best_of_rows, distance_in
 
 
-def layers_of(began: Began, geometry: Geometry) -> range:
-    return range(geometry.num_layers) if began.layers is None else began.layers
-
-
 class SameIds(Predictor):
     """ "Mixtral-Offloading": the ids that layer l's router chose, for all layers up to l + `distance`. Nearer layers
     come first.
@@ -38,7 +34,7 @@ class SameIds(Predictor):
         self._stack = range(geometry.num_layers)
 
     def begin_iteration(self, began: Began) -> tuple[()]:
-        self._stack = layers_of(began, self._geometry)
+        self._stack = range(self._geometry.num_layers) if began.layers is None else began.layers
         return ()
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:

@@ -22,13 +22,11 @@ class Future(Protocol):
 
     step: int  # the running one
 
-    def next_use(self, expert: int) -> int:
-        """The step at which an expert that the running step needs is needed again, or NEVER."""
-        ...
+    # The step at which an expert that the running step needs is needed again, or NEVER.
+    def next_use(self, expert: int) -> int: ...
 
-    def needs(self, ahead: int) -> tuple[int, list[int]] | None:
-        """(layer, experts by their number in it, in router order) of step `step + ahead`; None: past the end."""
-        ...
+    # (layer, experts by their number in it, in router order) of step `step + ahead`; None: past the end.
+    def needs(self, ahead: int) -> tuple[int, list[int]] | None: ...
 
 
 class Belady(ScoredPolicy):
