@@ -75,3 +75,13 @@ def test_what_prefill_loads_is_counted_as_prefill() -> None:
     assert counters.decode == PhaseCounters()
     assert counters.prefill.loaded_nbytes == len(ran.loads) * nbytes
     assert counters.prefill.evicted_nbytes == 0
+
+
+def test_evictions_count_in_the_phase_that_needs_the_room() -> None:
+    """Four are kept: a prompt evicts two of them, and then a token one."""
+    shape = geometry(layers=1, experts=8, top_k=2)
+    control = scheduler(shape, 6 / 8, "on-demand")
+    for experts, decode in (([0, 1, 2, 3], False), ([4, 5], False), ([6], True)):
+        run_layer(control, 0, experts, decode=decode)
+    counters, nbytes = control.counters[0], shape.layers[0].expert_nbytes
+    assert (counters.prefill.evicted_nbytes, counters.decode.evicted_nbytes) == (2 * nbytes, nbytes)

@@ -29,6 +29,14 @@ def test_what_was_prefetched_into_staging_slots_is_kept_when_it_is_needed() -> N
     assert kept_experts(control) == {1, 5}, "the use does"
 
 
+def test_what_is_predicted_and_there_is_not_evicted_for_what_is_less_likely() -> None:
+    control = made(geometry(layers=2, experts=8, top_k=1), [2, 2], 1)
+    run(control, one_token(1, [0]))
+    run(control, one_token(1, [1]))
+    control.predict(prediction(1, [1, 0, 5]))
+    assert control.prefetch() == [] and kept_experts(control) == {8, 9}
+
+
 def test_predicted_probabilities_decide_what_is_evicted() -> None:
     """One cache of four over two layers; the second map of layer 0 makes 1 likelier than 0; the third says nothing."""
     shape, budget = geometry(layers=2, experts=4, top_k=2), Budget(0, (2,), (4,), (2, 2))

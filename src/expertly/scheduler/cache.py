@@ -241,9 +241,9 @@ class Cache:
         """Free the slots of units of one expert, which are not kept: they are absent now."""
         eid = units[0] // self.num_parts
         pool, span = self.partitions[self.geometry.layer_of[eid]].pool, self.whole[eid]
-        if len(units) == self.num_parts and span is not None and not span.slot % self.num_parts:  # nearly always
+        if span is not None and len(units) == pool.block_size and not span.slot % pool.block_size:  # nearly always
             pool.blocks.append(span.slot)
-            pool.num_free += self.num_parts
+            pool.num_free += pool.block_size
         else:
             pool.give(list(map(self.slot.__getitem__, units)))
         for unit in units:
@@ -352,7 +352,7 @@ class Cache:
             others = policy.scored_victims({*needed, *upcoming})
             other = next(others, None)
             rivals = sorted(zip(policy.scores(needed), needed, strict=True), reverse=True)
-            can_stage = max(0, pool.staging - pool.num_staged)
+            can_stage = max(0, pool.staging - (pool.num_slots - pool.num_free - pool.num_kept))
             to_stage: list[Sequence[int]] = []
             while excess and (rivals or other):
                 if other and (not rivals or other <= rivals[-1]):

@@ -16,7 +16,7 @@ class Pool:
         self.least_staging = num_staging
         self.staging = num_staging  # slots that belong to no quota
         self.num_kept = 0  # units that are kept
-        self._size = num_parts
+        self.block_size = num_parts
         num_blocks = self.num_slots // num_parts
         self.blocks = [block * num_parts for block in reversed(range(num_blocks))]  # first slots of free blocks
         self._loose = set(range(num_blocks * num_parts, self.num_slots))  # free slots of blocks that are not free
@@ -44,14 +44,16 @@ class Pool:
         """Return slots; a block that is wholly free is a block again."""
         self.num_free += len(slots)
         self._loose.update(slots)
-        for first in dict.fromkeys([slot - slot % self._size for slot in slots]):
-            block = range(first, first + self._size)
+        for first in dict.fromkeys([slot - slot % self.block_size for slot in slots]):
+            block = range(first, first + self.block_size)
             if self._loose.issuperset(block):
                 self._loose.difference_update(block)
                 self.blocks.append(first)
 
     def free_slots(self) -> list[int]:
-        return sorted([*self._loose, *(slot for first in self.blocks for slot in range(first, first + self._size))])
+        return sorted(
+            [*self._loose, *(slot for first in self.blocks for slot in range(first, first + self.block_size))]
+        )
 
     def check(self, used: Sequence[int]) -> None:
         """Assert that every slot is free or one of those used."""
@@ -64,7 +66,7 @@ class Pool:
         fitting = [run for run in loose if len(run) >= num]
         if not fitting and self.blocks:
             first = self.blocks.pop()
-            fitting = [range(first, first + self._size)]
+            fitting = [range(first, first + self.block_size)]
             self._loose.update(fitting[0])
         return min(fitting, key=len)[:num] if fitting else max(loose, key=len)
 

@@ -102,7 +102,8 @@ class Scheduler:
                 parts_there.append(num)
         self.num_open += len(plan.ready) * num_parts
         cache.counters[layer].count_demand(router, missing, parts_there, num_parts, self.geometry.unit_nbytes[layer])
-        if missing or self.keeps_best or cache.partitions[layer].pool.num_staged:
+        pool = cache.partitions[layer].pool
+        if missing or self.keeps_best or pool.num_free + pool.num_kept < pool.num_slots:  # something is staged
             self._admit(router, missing, plan)
         if partial:
             self._compute_parts(partial, plan)
@@ -143,12 +144,12 @@ class Scheduler:
     def computed(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Spans of the running layer were computed: free those that are staged. Returns what to load next."""
         loads: list[Span] = []
-        cache, first_id = self.cache, self.geometry.first_ids[spans[0].layer]
+        cache, pool = self.cache, self.cache.partitions[spans[0].layer].pool
+        has_staged = pool.num_free + pool.num_kept < pool.num_slots
         for span in spans:
             self.num_open -= span.num_segments
-            first = (first_id + span.expert) * cache.num_parts + span.segment
-            if False in cache.kept[first : first + span.num_segments]:
-                cache.free_staged(range(first, first + span.num_segments))
+            if has_staged:
+                cache.free_staged(cache.units_of(span))
             if self.deferred:
                 self._load_deferred(loads)
         return loads
@@ -216,7 +217,8 @@ class Scheduler:
     def _keep_all(self, router: RouterRan, missing: list[int]) -> list[int]:
         """Keep what can be kept of what is needed; returns positions in the order in which their experts are loaded."""
         cache, layer, needed = self.cache, router.layer, self.needed
-        if cache.partitions[layer].pool.num_staged:  # what is resident, but not kept, is admitted too
+        pool = cache.partitions[layer].pool
+        if pool.num_free + pool.num_kept < pool.num_slots:  # what is staged is admitted, too
             missing = [i for i, eid in enumerate(needed) if len(cache.kept_of(eid)) < cache.num_parts]
         evicting, filling = missing, list[int]()
         if False in router.is_decode or 0 in router.num_tokens:
