@@ -371,6 +371,7 @@ class HostTier:
         self.loading: dict[Span, Transfer] = {}
         """Host spans that are being read, and for which transfer."""
         self._geometry = geometry
+        self.memory_nbytes = memory_nbytes
         budget = Budget(memory_nbytes, (0,) * len(slots), tuple(slots), tuple(uniform_quotas(geometry, slots)))
         self._cache = Cache(geometry, budget, lambda capacity, layers: LRU())
         self._streams = streams
