@@ -6,31 +6,50 @@ model's own code gives, whatever it is called. Shapes: n tokens, r neurons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, relu, silu
 
 
 @dataclass(frozen=True)
 class Activation:
     """f(gate) * g(up), rounded each time; f(up) where there is no gate. Tables [65536] by the bits of a number; `g` is
-    None where it is `up` itself. In float32 there are none, and f is silu.
+    None where it is `up` itself. In float32 `f` is a curve [5] as in products.h, which has g, too.
     """
 
-    f: torch.Tensor | None = None
+    f: torch.Tensor
     g: torch.Tensor | None = None
+
+    @property
+    def is_silu(self) -> bool:
+        """Of float32: whether f is silu and g nothing."""
+        return self.f.tolist() == list(_SILU)
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
         """Of (gate [n, r], up [n, r]) or (up [n, r]), in 16 bits."""
-        assert self.f is not None
         first = _at(self.f, gate)
         if up is None:
             return first
         return first * (up if self.g is None else _at(self.g, up))
 
+
+_UNLIMITED = float("inf")
+
+_SILU = (1.0, 0.0, _UNLIMITED, 0.0, 0.0)
+
+_GATED: Sequence[tuple[tuple[float, ...], Callable[..., torch.Tensor]]] = (
+    (_SILU, lambda gate, up: silu(gate) * up),
+    ((1.5957691216, 0.0713548163, _UNLIMITED, 0.0, 0.0), lambda gate, up: gelu(gate, approximate="tanh") * up),
+    ((1.702, 0.0, 7.0, 1.0, 0.0), lambda gate, up: (up.clamp(-7, 7) + 1) * _swish(gate.clamp(max=7), 1.702)),
+)
+_PLAIN = (
+    (_SILU, silu),
+    ((1e30, 0.0, _UNLIMITED, 0.0, 1.0), lambda up: relu(up).square()),
+)
+"""Curves of float32, and torch's functions: of Llama and its kin, Gemma, gpt-oss; Nemotron."""
 
 _known: list[tuple[tuple[torch.dtype, torch.device, bool], Activation]] = []  # or no gate; layers share their tables
 
@@ -90,8 +109,16 @@ def _in_float32(
 ) -> Activation | None:
     generator = torch.Generator().manual_seed(0)
     gate, up = ((torch.randn(1, 4096, generator=generator) * 8).to(device) for _ in range(2))
-    is_silu = _is_same(activate(gate, up), silu(gate) * up) if is_gated else _is_same(activate(gate), silu(gate))
-    return Activation() if is_silu else None
+    numbers = (gate, up) if is_gated else (gate,)
+    expected = activate(*numbers)
+    for curve, function in _GATED if is_gated else _PLAIN:
+        if _is_same(function(*numbers), expected):
+            return Activation(torch.tensor(curve))
+    return None
+
+
+def _swish(numbers: torch.Tensor, alpha: float) -> torch.Tensor:
+    return numbers * torch.sigmoid(numbers * alpha)
 
 
 def _of_up(activate: Callable[..., torch.Tensor], f: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor | None:

@@ -164,7 +164,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 29; }
+int expertly_products_version(void) { return 30; }
 
 /* Tables to decode with, as GRIDS has them, before anything is decoded. */
 int expertly_products_grids(const char *bytes, int64_t nbytes) {
@@ -471,7 +471,7 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
     const instruction_set *set = set_at(level);
     const int gate = (int)call->gate, up = (int)call->up, down = (int)call->down, is_tiled = gate != ROWS;
     const int64_t r = call->num_neurons, hidden = call->hidden, num_inner = call->num_inner, num_tasks = call->num_tasks;
-    if (set == NULL || num_inner < 1 || num_inner > 2 || (call->f == NULL) != (dtype == FLOAT32)) return -1;
+    if (set == NULL || num_inner < 1 || num_inner > 2 || call->f == NULL) return -1;
     if (num_tasks < 1) return -1;
     const int64_t row_nbytes = call->row_nbytes;
     if (is_tiled && (down == NO_DOWN || !has_tiles(set, gate, up, down, dtype, num_inner, r, hidden, row_nbytes))) return -1;

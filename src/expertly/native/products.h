@@ -44,7 +44,7 @@ typedef struct {
  * product reads.
  */
 typedef struct {
-    const uint16_t *f, *g;  /* [65536] results by the input's 16 bits; g NULL: g(up) = up. With float32: NULL, f is silu */
+    const uint16_t *f, *g;  /* [65536] results by the input's 16 bits; g NULL: g(up) = up. With float32: f is a `curve` */
     const int64_t *experts; /* the expert of each task */
     const char *bias[2];    /* [experts, bias_width] for each matrix, added to the rounded product; or NULL */
     int64_t bias_width, bias_at; /* bias_at: the first neuron's place in a bias row */
@@ -52,6 +52,13 @@ typedef struct {
     int64_t h_row_nbytes;
     int32_t format, dtype;  /* of down (or ROWS), and of its inputs */
 } activation;
+
+/* Of float32: with z = x (linear + cubic x x), f(x) = x sigmoid(z), squared or not, and g(up) = up + offset. Before, x is
+ * at most `limit`, and |up| too.
+ */
+typedef struct {
+    float linear, cubic, limit, offset, is_squared;
+} curve;
 
 enum { MAX_PARTS = 64 };
 

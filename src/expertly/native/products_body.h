@@ -179,15 +179,21 @@ INLINE void NAME(activate_typed)(int dtype, const activation *a, int64_t number,
             NAME(add_bias)(dtype, a->bias[m] + place * itemsize, num, values[m]);
         }
         if (dtype == FLOAT32) {
+            const curve of = *(const curve *)a->f;
             float *h = (float *)values[0], *up = (float *)values[last];
             for (int64_t i = 0; i < num; i += V) {
                 vf x = {0}, y = {0};
                 const size_t nbytes = (size_t)(num - i < V ? num - i : V) * sizeof(float);
                 memcpy(&x, h + i, nbytes);
                 memcpy(&y, up + i, nbytes);
-                const vf e = NAME(exp)((vf)((vu)x | 0x80000000u)); /* of -|x|, which is at most 1 */
-                const vf sigmoid = NAME(choose)((vi)(x < 0), e, (vf){0} + 1.f) / (e + 1.f);
-                x = last ? x * sigmoid * y : x * sigmoid;
+                x = NAME(choose)((vi)(x > of.limit), (vf){0} + of.limit, x);
+                y = NAME(choose)((vi)(y > of.limit), (vf){0} + of.limit, y);
+                y = NAME(choose)((vi)(y < -of.limit), (vf){0} - of.limit, y) + of.offset;
+                const vf z = of.cubic == 0 ? x * of.linear : x * (of.linear + of.cubic * x * x);
+                const vf e = NAME(exp)((vf)((vu)z | 0x80000000u)); /* of -|z|, which is at most 1 */
+                x *= NAME(choose)((vi)(z < 0), e, (vf){0} + 1.f) / (e + 1.f);
+                if (of.is_squared) x *= x;
+                if (last) x *= y;
                 memcpy(h + i, &x, nbytes);
             }
 #ifdef PAIRS_LABEL

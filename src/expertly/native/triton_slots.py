@@ -491,7 +491,8 @@ class SlotProducts:
         self.kernels = kernels
         self.num_segments, self.width = num_segments, geometry.intermediate_size
         self._rows, self._hidden, self._down_bias = rows, geometry.hidden_size, down_bias
-        self._between = (activation.f, activation.g, *(*inner_bias, None, None)[:2])
+        tables = (None, None) if dtype == torch.float32 else (activation.f, activation.g)
+        self._between = (*tables, *(*inner_bias, None, None)[:2])
         self._table: tuple[Sequence[Span | None], torch.Tensor] | None = None
         form = expert_format(geometry.format) if geometry.format else None
         self._most = 512 // dtype.itemsize  # weights of a row that a program has at a time
@@ -667,7 +668,7 @@ class TritonKernels(Kernels):
         if form is not None and (form.gate is not form.up or not {form.gate.name, form.down.name} <= _DECODERS.keys()):
             return None
         activation = recognise(activate, dtype, rows.device, is_gated=geometry.num_matrices == 3)
-        if activation is None:
+        if activation is None or (dtype == torch.float32 and not activation.is_silu):
             return None
         down_bias = None if down_bias is None else down_bias.contiguous()
         return SlotProducts(geometry, dtype, num_segments, rows, self, activation, inner_bias, down_bias)
