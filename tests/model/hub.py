@@ -29,6 +29,8 @@ class FakeHub:
     downloads: list[str] = field(default_factory=list)  # whole files, not ranges
     ranges: list[tuple[str, int]] = field(default_factory=list)  # files, and where what was asked for begins
     sent_nbytes: int = 0  # of large files
+    cut_after: list[int] = field(default_factory=list)  # bytes of the next large answers before they break off
+    fails_after_cut: bool = False  # it is down from then on
     is_down: bool = False
 
     def siblings(self) -> list[dict[str, Any]]:
@@ -103,6 +105,9 @@ def served(hub: FakeHub) -> Iterator[FakeHub]:
             self.end_headers()
             if is_head or not data:
                 return
+            if hub.cut_after and self.path.startswith("/storage/"):
+                data, self.close_connection = data[: hub.cut_after.pop(0)], True
+                hub.is_down = hub.fails_after_cut
             hub.sent_nbytes += len(data) if self.path.startswith("/storage/") else 0
             self.wfile.write(data)
 
@@ -132,6 +137,7 @@ def asked(hub: FakeHub, folder: Path) -> Iterator[FakeHub]:
         patch.setattr(constants, "HF_HUB_CACHE", str(folder / "hf"))
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)  # what is less is not kept
         patch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))  # before it tries again
         patch.setenv("EXPERTLY_CACHE", str(folder / "cache"))
         yield found

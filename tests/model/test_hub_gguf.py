@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 import expertly
 from expertly.cli.main import main
@@ -21,7 +22,7 @@ from expertly.engine import cpu
 from expertly.engine import fitting as module
 from expertly.engine.fitting import with_quantisation
 from expertly.model import hub as hub_module
-from expertly.model.hub import download
+from expertly.model.hub import HubModel, download
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack_cached
 from expertly.model.quantisations import find_quantisation, quantisations
@@ -134,6 +135,48 @@ def test_a_quantisation_in_parts_writes_the_tokens_of_its_files(hub: FakeHub, re
     assert sorted(parts) == sorted(path.name for path in repository.glob("Q8_0/*.gguf")) and len(parts) > 2
     hub.is_down = True
     expertly.unload(expertly.load(name, memory="50%")[0])
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_what_came_before_a_download_broke_off_does_not_come_again(
+    hub: FakeHub, repository: Path, is_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection ends twice; or the hub does, and whoever asked tries again when it is back."""
+    file = repository / "Tiny-UD-Q6_K.gguf"
+    half, quarter = 4 << 20, 2 << 20
+    hub.cut_after, hub.fails_after_cut = [half] if is_ended else [half, quarter], is_ended
+    if is_ended:
+        with pytest.raises(DownloadError, match="the hub answers 503"):
+            download(f"{NAME}:Q6_K")
+        hub.is_down = False
+        left = file.stat().st_size - half
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=left))
+    assert download(f"{NAME}:Q6_K").read_bytes() == file.read_bytes()
+    expected = [half] if is_ended else [half, half + quarter]
+    assert hub.ranges == [(file.name, begin) for begin in expected]
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete"))
+
+
+def test_a_beginning_of_something_else_is_not_gone_on_from(hub: FakeHub, repository: Path) -> None:
+    file = repository / "Tiny-UD-Q6_K.gguf"
+    found = HubModel.find(NAME)
+    begun = Path(constants.HF_HUB_CACHE, "models--maker--model", "blobs", f"{found.sha256[file.name]}.incomplete")
+    begun.parent.mkdir(parents=True)
+    for content in (b"x" * 1000, b"x" * (file.stat().st_size + 1)):
+        begun.write_bytes(content)
+        if len(content) == 1000:
+            with pytest.raises(DownloadError, match="was damaged; download it again"):
+                download(f"{NAME}:Q6_K")
+            begun.write_bytes(content)
+    assert download(f"{NAME}:Q6_K").read_bytes() == file.read_bytes()
+    target = begun.parent.parent / "mine"
+    target.write_text("mine")
+    shutil.rmtree(begun.parent.parent / "snapshots")
+    next(iter(begun.parent.iterdir())).unlink()
+    begun.symlink_to(target)
+    with pytest.raises(DownloadError, match="could not be downloaded"):
+        download(f"{NAME}:Q6_K")
+    assert target.read_text() == "mine"
 
 
 def test_the_disk_must_hold_the_quantisation_and_its_store(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

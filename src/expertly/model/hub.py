@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import BinaryIO
 
 from expertly.core.errors import CheckpointError, DownloadError
 from expertly.core.files import existing_parent
@@ -23,10 +26,14 @@ from expertly.store.checkpoint import ADAPTER_NAME, INDEX_NAME, files_of
 from expertly.store.gguf import SUFFIX, GgufFiles
 
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 _NAME = re.compile(
     r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<id>[^/:\s]+(?:/[^/:\s]+)?)/?(?::(?P<tag>[^:\s]+))?"
 )
+
+_BEGUN = ".incomplete"
+"""Suffix of what there is of a file in the hub's cache."""
 
 _HEAD_NBYTES = 8 << 20
 """Of a GGUF file's beginning that is asked for first: the headers of most, which hold a vocabulary."""
@@ -67,6 +74,9 @@ def download(name: str, store: Path | None = None) -> Path:
         if hub.has(files):
             return hub.cached_path(first)
         hub.check_room(files, store)
+        with hub_errors(name):
+            for file in files:
+                hub.fetch(file)
         wanted, unwanted = [glob.escape(file) for file in files], []
     elif hub is not None:
         hub.check_room(hub.files, store)
@@ -110,6 +120,7 @@ class HubModel:
     commit: str
     files: dict[str, int]  # bytes of each file that a checkpoint has, by name
     ggufs: dict[str, int]  # and of each GGUF file, by path
+    sha256: dict[str, str] = field(default_factory=dict)  # of large files
 
     @classmethod
     def find(cls, name: str) -> HubModel:
@@ -119,7 +130,9 @@ class HubModel:
         repository, _ = split_name(name)
         with hub_errors(name):
             info = HfApi().model_info(repository, files_metadata=True)
-        return cls._of(repository, info.sha or "", {file.rfilename: file.size or 0 for file in info.siblings or ()})
+        found = info.siblings or ()
+        large = {file.rfilename: file.lfs.sha256 for file in found if file.lfs and _SHA256.fullmatch(file.lfs.sha256)}
+        return cls._of(repository, info.sha or "", {file.rfilename: file.size or 0 for file in found}, large)
 
     @classmethod
     def look_up(cls, name: str) -> HubModel:
@@ -142,10 +155,10 @@ class HubModel:
             sizes = {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in files}
         except OSError:
             return None
-        return cls._of(repository, commit, sizes)
+        return cls._of(repository, commit, sizes, {})
 
     @classmethod
-    def _of(cls, repository: str, commit: str, sizes: Mapping[str, int]) -> HubModel:
+    def _of(cls, repository: str, commit: str, sizes: Mapping[str, int], sha256: dict[str, str]) -> HubModel:
         if not is_plain_name(commit):
             raise CheckpointError(f"model={repository!r}: commit={commit!r:.80}: is none")
         plain = {path: size for path, size in sizes.items() if all(map(is_plain_name, path.split("/")))}
@@ -154,7 +167,7 @@ class HubModel:
             for name, size in plain.items()
             if "/" not in name and any(fnmatch(name, pattern) for pattern in _WANTED)
         }
-        return cls(repository, commit, files, {path: size for path, size in plain.items() if path.endswith(SUFFIX)})
+        return cls(repository, commit, files, {p: size for p, size in plain.items() if p.endswith(SUFFIX)}, sha256)
 
     @property
     def is_quantised(self) -> bool:
@@ -180,7 +193,7 @@ class HubModel:
         if self.has(files):
             return  # who packs it looks
         to_come = (file for file in files if not self.cached_path(file).exists())
-        needed = {Path(constants.HF_HUB_CACHE): sum(files[file] for file in to_come)}
+        needed = {Path(constants.HF_HUB_CACHE): sum(files[file] - self._begun_nbytes(file) for file in to_come)}
         if store is not None:
             needed[store] = sum(size for file, size in files.items() if file.endswith((".safetensors", SUFFIX)))
         disks = {folder: existing_parent(folder).stat().st_dev for folder in needed}
@@ -189,6 +202,51 @@ class HubModel:
             parts = " and ".join(f"{nbytes} in {other}" for other, nbytes in on_it.items())
             purpose = f" to download and pack {self.name} ({parts}; HF_HOME moves the download)"
             check_space(folder, sum(on_it.values()), purpose)
+
+    def _blob(self, file: str) -> Path:
+        """Where the hub's cache keeps a large file's bytes."""
+        return _cache_folder(self.name) / "blobs" / self.sha256[file]
+
+    def _begun_nbytes(self, file: str) -> int:
+        """How much of it an interrupted download left."""
+        if file not in self.sha256 or file not in self.ggufs:
+            return 0
+        try:
+            return min(self.ggufs[file], self._blob(file).with_suffix(_BEGUN).stat().st_size)
+        except OSError:
+            return 0
+
+    def fetch(self, file: str) -> None:
+        """Put a large file into the hub's cache, from where an earlier download of it ended: the hub's own client
+        begins anew. Raises what that raises.
+        """
+        from huggingface_hub import constants, hf_hub_url
+        from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import WeakFileLock, build_hf_headers
+
+        size = self.ggufs[file]
+        if file not in self.sha256 or size > constants.MAX_HTTP_DOWNLOAD_SIZE:
+            return  # to the hub's own client
+        blob = self._blob(file)
+        folder = blob.parent.parent
+        lock = folder.parent / ".locks" / folder.name / f"{blob.name}.lock"
+        for parent in (blob.parent, lock.parent):
+            parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):
+            if blob.exists():
+                return
+            part = blob.with_suffix(_BEGUN)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            with os.fdopen(os.open(part, flags, 0o666), "r+b") as out:
+                begin = out.seek(0, os.SEEK_END)
+                if begin > size:
+                    begin = out.truncate(out.seek(0))
+                url, headers = hf_hub_url(self.name, file, revision=self.commit), build_hf_headers()
+                http_get(url, out, resume_size=begin, headers=headers, expected_size=size, displayed_filename=file)
+                if begin and _sha256(out) != blob.name:
+                    out.truncate(0)
+                    raise OSError(f"{file}: what an interrupted download left was damaged; download it again")
+            part.replace(blob)
 
     @contextlib.contextmanager
     def heads(self, tag: str = "") -> Iterator[Path]:
@@ -293,3 +351,11 @@ def _cache_folder(repository: str) -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}")
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    file.seek(0)
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()

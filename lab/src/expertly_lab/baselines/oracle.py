@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
@@ -13,20 +13,11 @@ from expertly.policies.eviction import ScoredPolicy
 from expertly.policies.known import Known
 from expertly.policies.prediction import Predictor
 
+if TYPE_CHECKING:
+    from expertly_lab.sim.future import TraceFuture
+
 NEVER = 1 << 62
 """The step of a next use that does not come."""
-
-
-class Future(Protocol):
-    """The demands to come. A step is one layer of one iteration, counted over the run; experts are dense ids."""
-
-    step: int  # the running one
-
-    # The step at which an expert that the running step needs is needed again, or NEVER.
-    def next_use(self, expert: int) -> int: ...
-
-    # (layer, experts by their number in it, in router order) of step `step + ahead`; None: past the end.
-    def needs(self, ahead: int) -> tuple[int, list[int]] | None: ...
 
 
 class Belady(ScoredPolicy):
@@ -39,7 +30,7 @@ class Belady(ScoredPolicy):
     needs_future = True
     needs_best = True
 
-    def __init__(self, future: Future) -> None:
+    def __init__(self, future: TraceFuture) -> None:
         super().__init__()
         self._future = future
         self._next_use: dict[int, int] = {}
@@ -80,8 +71,8 @@ class Perfect(Predictor):
             yield Prediction(layer, experts, [-float(step)] * len(experts), step - now)
 
 
-def future_of(known: Known, name: str) -> Future:
+def future_of(known: Known, name: str) -> TraceFuture:
     if known.future is None:
         raise ConfigError(f"{name}: needs to know the demands to come; only a simulation does")
-    future: Future = known.future
+    future: TraceFuture = known.future
     return future

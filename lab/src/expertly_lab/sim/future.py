@@ -69,7 +69,7 @@ def _iteration_of(workload: TraceWorkload, row: int) -> int:
 
 
 class TraceFuture:
-    """A baselines.oracle.Future over a workload; it knows the running iteration and the next one."""
+    """The demands to come of a workload: it knows the running iteration and the next one."""
 
     def __init__(self, workload: TraceWorkload, geometry: Geometry, uses: Int32s) -> None:
         """`uses` is `next_uses(workload)`, which several runs may share."""
