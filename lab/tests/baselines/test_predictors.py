@@ -19,12 +19,12 @@ from lab.tests.baselines.futures import AnyFuture, ListFuture, known
 from tests.scheduler.drive import geometry
 
 
-@pytest.mark.parametrize("name", PREDICTORS.keys() - PREDICTORS.built_in.keys())
+@pytest.mark.parametrize("name", sorted(PREDICTORS.keys() - PREDICTORS.built_in.keys()))
 def test_predictors_keep_their_promises(name: str) -> None:
     check_predictor(PREDICTORS[name], known, distances=(2, 1 << 30))
 
 
-@pytest.mark.parametrize("name", EVICTIONS.keys() - EVICTIONS.built_in.keys())
+@pytest.mark.parametrize("name", sorted(EVICTIONS.keys() - EVICTIONS.built_in.keys()))
 def test_evictions_keep_their_promises(name: str) -> None:
     check_eviction(EVICTIONS[name], Known(future=AnyFuture()))
 
