@@ -25,7 +25,7 @@ DIST_STAMP := dist/.expertly-dist
 WHEEL := build/wheel
 WHEEL_STAMP := $(WHEEL)/.expertly-torch
 
-.PHONY: help setup ready browser demo test test-lab lint types unit triton format docs dist test-dist test-versions clean
+.PHONY: help setup ready browser emulator demo test test-lab test-arm lint types unit triton format docs dist test-dist test-versions clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make test-lab    the tests of the second distribution, lab/"
 	@echo "make setup   make $(VENV) with expertly and its development tools in it"
 	@echo "make triton  the tests of the kernels over slots, in Triton's interpreter and compiler; no GPU is needed"
+	@echo "make test-arm    tests of the compiled code with code for aarch64, in an emulator"
 	@echo "make format  rewrite the code as 'make lint' wants it"
 	@echo "make docs    write the tables of README and docs/ from bench/results, and the site into site/"
 	@echo "make dist    the wheels and the source distributions of expertly and expertly-lab, in dist/"
@@ -98,6 +99,25 @@ $(TRITON_STAMP): $(STAMP)
 
 triton: $(TRITON_STAMP)
 	PYTHONPATH=$(abspath $(VENV)/triton) $(PYTEST) tests/native/test_triton.py
+
+# A compiler and an emulator for aarch64: those that are there, else Debian's where they may be installed.
+emulator:
+	@{ command -v aarch64-linux-gnu-gcc && command -v qemu-aarch64-static; } >/dev/null || \
+	    { root=; [ "$$(id -u)" = 0 ] || root="sudo -n"; $$root apt-get -qq update && \
+	    $$root apt-get -qq install -y --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static; }
+
+# Python is this machine's; its memory is the emulated process's, too (tests/native/arm).
+ARM := build/arm
+$(ARM)/caller: $(wildcard src/expertly/native/*.[ch] tests/native/arm/*.[ch]) | emulator
+	@mkdir -p $(ARM)
+	aarch64-linux-gnu-gcc -O2 -std=gnu11 -Wall -pthread -c -Dpread=pread_there -Dfstat=fstat_there -o $(ARM)/readers.o src/expertly/native/readers.c
+	aarch64-linux-gnu-gcc -O2 -std=gnu11 -Wall -pthread -rdynamic -o $@ tests/native/arm/caller.c src/expertly/native/products.c $(ARM)/readers.o -lm
+	$(CC) -O2 -Wall -shared -fPIC -o $(ARM)/memory.so tests/native/arm/memory.c
+
+test-arm: $(STAMP) $(ARM)/caller
+	EXPERTLY_EMULATED="qemu-aarch64-static -L /usr/aarch64-linux-gnu $(ARM)/caller" PYTHONMALLOC=malloc LD_PRELOAD=$(abspath $(ARM)/memory.so) \
+	    $(BIN)/python -m pytest -q -p tests.native.arm.plugin tests/native/test_products.py tests/native/test_activations.py \
+	    tests/native/test_attention.py tests/native/test_tiles.py tests/engine/test_transfer.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,106 @@
+"""A pytest plugin: compiled code runs in an emulator of another processor, over shared memory (`make test-arm`)."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import socket
+import struct
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from expertly.engine import transfer
+from expertly.formats.gguf import grids
+from expertly.native import kernels
+
+_CALL = struct.Struct("64s20q2d")  # call_t of shared.h
+
+
+class Emulated:
+    """A process of `$EXPERTLY_EMULATED`, an emulator with its arguments and the program of caller.c."""
+
+    def __init__(self) -> None:
+        self._path = Path(tempfile.mkdtemp()) / "calls"
+        words = [*os.environ["EXPERTLY_EMULATED"].split(), str(self._path), str(os.getpid())]
+        self._process = subprocess.Popen(words, env={"PATH": os.environ["PATH"]})
+        atexit.register(self._process.kill)
+        while not self._path.exists():
+            assert self._process.poll() is None, "the emulated process has ended"
+            time.sleep(0.01)
+        self._of_thread = threading.local()
+
+    def function(self, name: str, result: Any, arguments: Sequence[Any]) -> Callable[..., Any]:
+        """`name` of the compiled code, called as ctypes would call it."""
+        is_double = [argument is ctypes.c_double for argument in arguments]
+        result_nbytes = 0 if result is None else ctypes.sizeof(result)
+
+        def call(*values: Any) -> Any:
+            assert len(values) == len(arguments), name
+            integers = [int(value or 0) for value, double in zip(values, is_double, strict=True) if not double]
+            doubles = [value for value, double in zip(values, is_double, strict=True) if double]
+            integers += [0] * (20 - len(integers))
+            connection = self._connection()
+            connection.sendall(_CALL.pack(name.encode(), *integers, *doubles, *[0.0] * (2 - len(doubles))))
+            answer = connection.recv(8, socket.MSG_WAITALL)
+            assert len(answer) == 8, f"{name}: the emulated process has ended"
+            return result.from_buffer_copy(answer[:result_nbytes]).value if result_nbytes else None
+
+        return call
+
+    def _connection(self) -> socket.socket:
+        if not hasattr(self._of_thread, "connection"):
+            self._of_thread.connection = socket.socket(socket.AF_UNIX)
+            self._of_thread.connection.connect(str(self._path))
+        connection: socket.socket = self._of_thread.connection
+        return connection
+
+
+def products(emulated: Emulated) -> kernels.Library:
+    """The products of the emulated processor, which have one instruction set."""
+    assert emulated.function("expertly_products_version", ctypes.c_int, ())() == kernels.VERSION
+    tables = ctypes.create_string_buffer(grids(), len(grids()))
+    take = emulated.function("expertly_products_grids", ctypes.c_int, (ctypes.c_void_p, ctypes.c_int64))
+    assert not take(ctypes.addressof(tables), len(tables))
+    functions = {
+        name: emulated.function(f"expertly_{name}", ctypes.c_int64 if name == "program" else ctypes.c_int, arguments)
+        for name, arguments in kernels._ARGUMENTS.items()
+    }
+    has_half = emulated.function("expertly_products_has_half", ctypes.c_int, (ctypes.c_int,))(0)
+    dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if has_half else {}), torch.float32: 2}
+    return kernels.Library("generic", 0, dtypes, SimpleNamespace(**functions))
+
+
+def readers(emulated: Emulated) -> SimpleNamespace:
+    functions = {
+        name: emulated.function(f"expertly_readers_{name}", result, arguments)
+        for name, (result, arguments) in transfer._FUNCTIONS.items()
+    }
+    return SimpleNamespace(**functions)
+
+
+_emulated = Emulated()
+_libraries, _readers = ((products(_emulated),), ""), readers(_emulated)
+kernels.libraries = lambda folder=None: _libraries
+transfer._library = lambda: _readers
+
+
+_LEFT_OUT = ("fork", "another_version", "[decoded-", "[a task-", "[many-", "(1, 90, 3)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out tests that replace functions of this process, or count or fork its threads, and what takes the emulator
+    minutes: of the products of a format, large matrices and those of more than eight tokens.
+    """
+    of_this_process = {"make", "way", "number"}
+    others = [item for item in items if not of_this_process & set(getattr(item, "fixturenames", ()))]
+    items[:] = [item for item in others if not any(word in item.name for word in _LEFT_OUT)]
