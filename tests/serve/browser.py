@@ -62,8 +62,8 @@ class Tab:
             time.sleep(0.05)
         return value
 
-    def open(self, url: str) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+    def open(self, url: str, width: int = 1280) -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
@@ -12,9 +12,6 @@ from expertly.core.observation import Routed
 from expertly.policies.eviction import ScoredPolicy
 from expertly.policies.known import Known
 from expertly.policies.prediction import Predictor
-
-if TYPE_CHECKING:
-    from expertly_lab.sim.future import TraceFuture
 
 NEVER = 1 << 62
 """The step of a next use that does not come."""
@@ -30,7 +27,7 @@ class Belady(ScoredPolicy):
     needs_future = True
     needs_best = True
 
-    def __init__(self, future: TraceFuture) -> None:
+    def __init__(self, future: Any) -> None:
         super().__init__()
         self._future = future
         self._next_use: dict[int, int] = {}
@@ -71,8 +68,7 @@ class Perfect(Predictor):
             yield Prediction(layer, experts, [-float(step)] * len(experts), step - now)
 
 
-def future_of(known: Known, name: str) -> TraceFuture:
+def future_of(known: Known, name: str) -> Any:
     if known.future is None:
         raise ConfigError(f"{name}: needs to know the demands to come; only a simulation does")
-    future: TraceFuture = known.future
-    return future
+    return known.future
