@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeSparseMoeBlock
 
 import expertly
@@ -178,6 +179,14 @@ def test_changes_and_hooks_are_heeded(cases: Cases) -> None:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Qwen3MoeRMSNorm, "forward", lambda self, hidden_states: usual(self, hidden_states) * 2)
             assert num_same() == 0, "a class's forward"
+        with register_module_forward_hook(lambda *_: None):
+            assert num_same() == 0, "of every module"
+        blocks = [changed.model.layers[1].mlp for changed in (model, plain)]
+        for block in blocks:
+            block.forward = lambda hidden, usual=block.forward: usual(hidden) * 2
+        assert num_same() == 2, "one module's forward"
+        for block in blocks:
+            del block.forward
         norm = model.model.layers[1].input_layernorm
         model.model.layers[1].input_layernorm = copy.deepcopy(norm)
         assert num_same() == 2, "another module"
