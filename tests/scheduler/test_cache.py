@@ -10,7 +10,10 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
+from expertly.policies.lfu import LFU
+from expertly.scheduler.budget import Budget
 from expertly.scheduler.scheduler import Scheduler
+from tests.scheduler.checked import CheckedScheduler
 from tests.scheduler.drive import geometry, kept, made, one_token, prediction, run, run_layer, scheduler
 from tests.scheduler.soak import LAYERS, RandomQuotas
 
@@ -68,6 +71,19 @@ def test_size_classes_never_mix() -> None:
     quotas[1] += 1
     with pytest.raises(ConfigError, match="must have the sum of"):
         control.cache.resize(quotas)
+
+
+def test_as_many_kept_experts_lose_to_others_of_their_layer_as_can_be_staged() -> None:
+    """0 and 1 are worth less than 2 and 3; all are needed. One can wait in the only staging slot until it is computed,
+    so the other stays, and 2 passes through that slot.
+    """
+    shape, budget = geometry(layers=1, experts=8, top_k=4), Budget(0, (1,), (2,), (2,))
+    control = CheckedScheduler(shape, budget, lambda capacity, layers: LFU(), admission="best")
+    run_layer(control, 0, [0, 1])
+    run(control, RouterRan(0, [2, 3], [5, 5], [True, True], 5))
+    assert kept(control, 0) == {0, 1}, "nothing was known of 2 and 3"
+    assert run_layer(control, 0, [0, 1, 2, 3]).computed.keys() == {0, 1, 2, 3}
+    assert kept(control, 0) == {1, 3}
 
 
 class Listening(RandomQuotas):
