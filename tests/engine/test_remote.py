@@ -200,6 +200,28 @@ def test_a_worker_that_cannot_open_leaves_no_thread_behind(
     refused(cases["qwen3_moe"].store, "workers: w0: OSError: no disk", **settings)
 
 
+def test_no_pass_waits_for_a_worker_that_never_opens(
+    cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, wake = cases["qwen3_moe"], threading.Event()
+    with with_workers(case.store) as model:
+        monkeypatch.setattr(remote, "OPENING_S", 0.5)
+        peer, receive, waits = peers[0], peers[0].receive, list[float]()
+
+        def noted(timeout_s: float) -> bytes:
+            waits.append(0.0 if peer.has_answer() else timeout_s)
+            return receive(timeout_s)
+
+        monkeypatch.setattr(peer, "receive", noted)
+        peer.before = lambda kind: wake.wait() and None if kind is Kind.OPEN else None
+        peer.kill()
+        while peer.num_starts < 3:
+            assert generate(model, case.prompts) == case.tokens
+        assert waits and set(waits) == {0.0}
+        wake.set()
+        until_all_are_back(model, case)
+
+
 def test_a_worker_that_fails_is_replaced(
     cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

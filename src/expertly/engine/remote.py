@@ -184,7 +184,7 @@ class RemoteShard:
                 until_s = time.monotonic() + OPENING_S
                 while not self._peer.has_answer() and time.monotonic() < until_s:
                     yield
-                told = wire.parts_of(self._peer.receive(OPENING_S))[0]
+                told = wire.parts_of(self._peer.receive(_STATS_S if self._peer.has_answer() else 0.0))[0]
             except LOST as error:
                 self.problem = words_of(error)
                 self._peer.close()
