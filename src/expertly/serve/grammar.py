@@ -27,7 +27,7 @@ _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 The sandbox does: so it sees what comes behind the beginning.
 """
 
-COMPILE_CPU_S, COMPILE_S = 0.5, 4.0
+COMPILE_CPU_S, COMPILE_S = 1.0, 4.0
 """Processor time and time to compile a grammar. It is done in a sandbox: the library ends for no limit. A multiple of
 999 983 takes it 7 s, 1 000 properties 0.1 s.
 """

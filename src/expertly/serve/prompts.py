@@ -26,9 +26,10 @@ from expertly.serve.schema import Message, Tool
 
 MAX_CONTEXT = 1 << 20
 
-RENDER_CPU_S, SLOW_S = 0.15, 1.0
-"""Processor time to render a conversation, for which others wait: 400 messages with tools take 0.01 s. What takes more
-is refused only after a while, or who sends it again and again would keep others waiting.
+RENDER_CPU_S, SLOW_S = 1.0, 1.0
+"""Processor time to render a conversation, for which others wait: 400 messages with tools take 0.01 s, and compiling a
+template of 13 KB, as the first request does, 0.1 s; a slow processor takes several times as long. What takes more is
+refused only after a while, or who sends it again and again would keep others waiting.
 """
 
 LEAST_RENDER_NBYTES, RENDER_NBYTES_OF_CHARACTER = 32 << 20, 32
