@@ -184,6 +184,21 @@ def test_they_are_decoded_by_their_definition(name: str, tmp_path: Path) -> None
         assert_holds(store, source, plain, dtype == F32 and (IS_FULL or name in RUN))
 
 
+@pytest.mark.parametrize("part", [".experts.", ".self_attn."])
+@pytest.mark.parametrize("whole", [-0.5, 0.0, float("nan")])
+@pytest.mark.parametrize("name", ["nvfp4 of compressed-tensors", "nvfp4 of modelopt"])
+def test_the_scale_of_an_nvfp4_matrix_is_above_zero(name: str, whole: float, part: str, tmp_path: Path) -> None:
+    """Kept or decoded: else other weights would come of it."""
+    make, quantization, _ = MADE[name]
+    source, _ = changed(tmp_path / "model", make, quantization)
+    tensors = read_tensors(source)
+    names = [tensor for tensor in tensors if part in tensor and tensor.endswith(("_global_scale", "weight_scale_2"))]
+    tensors[names[0]] = torch.full_like(tensors[names[0]], whole)
+    write_checkpoint(tmp_path / "wrong", tensors, source, quantization_config=quantization)
+    with pytest.raises(CheckpointError, match=f"the scale of the matrix is {whole:g}: must be"):
+        pack(tmp_path / "wrong", tmp_path / "store")
+
+
 def test_modelopt_may_say_so_in_a_file_of_its_own(tmp_path: Path) -> None:
     make, quantization, _ = MADE["nvfp4 of modelopt"]
     source, plain = changed(tmp_path / "model", make, None)

@@ -72,8 +72,8 @@ class CompressedLayout(Layout):
     def read(self, tensors: Mapping[str, torch.Tensor]) -> Matrix:
         codes, scales, zeros = next(iter(tensors.values())), tensors[_SCALE], tensors.get(_ZEROS)
         if codes.dtype == torch.uint8:
-            factor = -float(tensors[_GLOBAL]) if _GLOBAL in tensors else None
-            return Matrix(codes, scales, 4, 2 * codes.shape[1], is_e2m1=True, factor=factor)
+            factor = float(tensors[_GLOBAL]) if _GLOBAL in tensors else None
+            return Matrix(codes, scales, 4, 2 * codes.shape[1], is_e2m1=True, factor=factor, is_divisor=True)
         if codes.dtype != torch.int32:
             blocks = [scheme.block for scheme in self._groups]
             block = next((each for each in blocks if each and block_of(codes.shape, scales.shape, each)), None)

@@ -48,7 +48,8 @@ class Matrix:
     is_e2m1: bool = False
     zeros: torch.Tensor | None = None  # of each scale; None: the middle of numbers without a sign
     biases: torch.Tensor | None = None  # of each scale
-    factor: float | None = None  # of all scales in FP8; negative: they are divided by its size
+    factor: float | None = None  # of all scales in FP8, above 0
+    is_divisor: bool = False  # whether they are divided by it
     order: torch.Tensor | None = None  # the group of each input, where these are not neighbours
     block: Sequence[int] | None = None  # whose last one of a row or column may be cut; None: see `block_of`
 
@@ -79,8 +80,10 @@ class Matrix:
             scales = scales.float()
         elif scales.dtype == torch.float8_e4m3fn:
             whole = torch.tensor(1.0 if self.factor is None else self.factor)
+            if not whole > 0:
+                raise CheckpointError(f"the scale of the matrix is {whole:g}: must be above 0")
             scales = fp8_values(scales)
-            scales = scales / -whole if whole < 0 else scales * whole
+            scales = scales / whole if self.is_divisor else scales * whole
         if not bool(scales.isfinite().all()):
             raise CheckpointError(f"a scale is {scales[~scales.isfinite()][0].item()}: must be finite")
         return scales

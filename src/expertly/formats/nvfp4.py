@@ -29,12 +29,12 @@ class Nvfp4Format(TiledFormat):
 
     def parts_of(self, matrix: Matrix) -> tuple[Bytes, ...]:
         factor = 1.0 if matrix.factor is None else matrix.factor
-        if not 2.0**-100 < abs(factor) < 2.0**100:
-            raise CheckpointError(f"the scale of the matrix is {abs(factor):g}: must be between 2^-100 and 2^100")
+        if not 2.0**-100 < factor < 2.0**100:
+            raise CheckpointError(f"the scale of the matrix is {factor:g}: must be between 2^-100 and 2^100")
         fp8_values(matrix.scales)
         numbers = matrix.numbers.numpy().reshape(len(matrix.numbers), -1, _GROUP // 2)
         scales = sign_moved(matrix.scales.view(torch.uint8).numpy()).reshape(*numbers.shape[:2], -1)
-        whole = np.array([factor], np.float32).view(np.uint8)
+        whole = np.array([-factor if matrix.is_divisor else factor], np.float32).view(np.uint8)
         return numbers, scales, np.broadcast_to(whole, (*numbers.shape[:2], 4))
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
