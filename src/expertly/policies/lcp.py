@@ -15,8 +15,6 @@ from expertly.policies.known import Known
 
 @dataclass(frozen=True)
 class LCPOptions(PolicyOptions):
-    """Options of `lcp`."""
-
     rho: float = option(0.25, "by which a priority falls in `omega` tokens without a use", above=0, below=1)
     omega: float = option(128.0, "tokens", above=0, below=math.inf)
 

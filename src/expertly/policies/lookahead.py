@@ -20,8 +20,6 @@ from expertly.policies.prediction import RankingPredictor, WidthOptions, best_of
 
 @dataclass(frozen=True)
 class LookaheadOptions(WidthOptions):
-    """Options of `lookahead`."""
-
     next_token: bool = option(False, "past the last layer, too: the first layers, as the next token will run them")
 
 

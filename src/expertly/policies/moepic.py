@@ -28,8 +28,6 @@ Ints = npt.NDArray[np.intp]
 
 @dataclass(frozen=True)
 class SplitOptions(PolicyOptions):
-    """Options of `split`."""
-
     theta: float = option(0.5, "the part of an expert that is kept of it, from its top", above=0, most=1)
 
 
@@ -326,8 +324,6 @@ def _moved(
 
 @dataclass(frozen=True)
 class MoEpicOptions(PolicyOptions):
-    """Options of `moepic`."""
-
     tau: int = option(5000, "decoded tokens between two configurations", least=1)
     zeta: float = option(0.01, "share of what is kept that moves at a time", above=0, below=1)
 

@@ -14,8 +14,6 @@ from expertly.policies.lru import LRU
 
 @dataclass(frozen=True)
 class StaticOptions(PolicyOptions):
-    """Options of `static`."""
-
     spare: int = option(2, "places that are not pinned", least=0)
     profile_tokens: int = option(256, "tokens that show popularity, where no training part does", least=1)
 

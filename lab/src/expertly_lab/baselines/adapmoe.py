@@ -28,8 +28,6 @@ _STEPS = 30
 
 @dataclass(frozen=True)
 class AdapMoEOptions(PolicyOptions):
-    """Options of `adapmoe`."""
-
     tau: int = option(256, "decoded tokens between two allocations, where no training part says how to share", least=1)
 
 

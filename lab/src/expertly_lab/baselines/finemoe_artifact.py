@@ -51,8 +51,6 @@ class SameIds(Predictor):
 
 @dataclass(frozen=True)
 class StrideOptions(WidthOptions):
-    """Options of `stride`."""
-
     stride: int = option(2, "layers from one that is named to the next", least=1)
 
 

@@ -12,8 +12,6 @@ from expertly_lab.baselines.fixed_distance import FixedDistancePredictor
 
 @dataclass(frozen=True)
 class IndexOptions(WidthOptions):
-    """Options of `index`."""
-
     width: int | None = option(None, "experts named of each layer; all of them, unless said", least=1)
 
 
