@@ -80,7 +80,11 @@ def told(chunks: Any) -> tuple[str, str, list[Any], str | None]:
         delta = chunk.choices[0].delta
         content += delta.content or ""
         thought += getattr(delta, "reasoning_content", None) or ""
-        calls += delta.tool_calls or ()
+        for call in delta.tool_calls or ():
+            if call.index == len(calls):  # a call begins
+                calls.append(call)
+            else:
+                calls[call.index].function.arguments += call.function.arguments
         reason = chunk.choices[0].finish_reason or reason
     return content, thought, calls, reason
 

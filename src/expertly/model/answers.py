@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -30,24 +30,14 @@ _CALLS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a tool. `arguments` is JSON."""
-
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """A piece of an answer: text of its reasoning or content, or a whole call."""
+    """A piece of an answer: text of its reasoning or content, the name and id of a call that begins, or text of the
+    arguments (JSON) of the call that began last.
+    """
 
-    kind: Literal["reasoning", "content", "call"]
+    kind: Literal["reasoning", "content", "call", "arguments"]
     text: str = ""
-    call: Call | None = None
+    id: str = ""
 
 
 def known_template(tokenizer: Any, model: Any) -> dict[str, Any] | None:
@@ -163,7 +153,7 @@ class AnswerReader:
                 for said in value if isinstance(value, list) else [value]:
                     call = _call(said["function"])
                     if not (self._is_single and "call" in self._told):
-                        parts.append(AnswerPart("call", call=call))
+                        parts += call
                         self._told.add("call")
                         self._is_behind_call = True
         return parts
@@ -180,9 +170,10 @@ class AnswerReader:
         return [AnswerPart(kind, text)]
 
 
-def _call(said: Any) -> Call:
+def _call(said: Any) -> list[AnswerPart]:
     """Raises TypeError where it is not a call."""
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         raise TypeError(said)
     arguments = said.get("arguments", said.get("parameters", {}))
-    return Call(said["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return [AnswerPart("call", said["name"], f"call_{uuid.uuid4().hex[:24]}"), AnswerPart("arguments", text)]

@@ -36,6 +36,11 @@ def parts_of(readers: Mapping[int, AnswerReader], delta: Delta) -> list[AnswerPa
     return parts + (reader.end() if delta.reason is not None else [])
 
 
+def called(part: AnswerPart) -> Json:
+    """A call that begins with `part`, without arguments."""
+    return {"id": part.id, "type": "function", "function": {"name": part.text, "arguments": ""}}
+
+
 class _Answer:
     """What whole answers and streams have in common."""
 
@@ -103,17 +108,23 @@ class ChatAnswer(_Answer):
         return chunks
 
     def _of_part(self, index: int, part: AnswerPart) -> Json:
-        if part.call is None:
+        if part.kind in ("content", "reasoning"):
             return {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
-        self._num_calls[index] += 1
-        return {"tool_calls": [{"index": self._num_calls[index] - 1, **part.call.as_dict()}]}
+        self._num_calls[index] += part.kind == "call"
+        written = called(part) if part.kind == "call" else {"function": {"arguments": part.text}}
+        return {"tool_calls": [{"index": self._num_calls[index] - 1, **written}]}
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> Json:
         parts = [part for delta in deltas for part in parts_of(self._readers, delta)]
         content, thought = (
             "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning")
         )
-        calls = [part.call.as_dict() for part in parts if part.call is not None]
+        calls: list[Json] = []
+        for part in parts:
+            if part.kind == "call":
+                calls.append(called(part))
+            elif part.kind == "arguments":
+                calls[-1]["function"]["arguments"] += part.text
         message: Json = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
         message |= {"reasoning_content": thought} if thought else {}
         message |= {"tool_calls": calls} if calls else {}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from expertly.model.answers import AnswerReader, Call
+from expertly.model.answers import AnswerPart, AnswerReader
 from expertly.serve.answers import Json, parts_of, usage
 from expertly.serve.errors import ApiError
 from expertly.serve.request import Delta, ServedRequest
@@ -163,7 +163,7 @@ class ResponsesAnswer:
         self._echo["parallel_tool_calls"] = asked.parallel_tool_calls is not False
         self._head = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
         self._items: list[Json] = []
-        self._open: str | None = None  # "output" or "reasoning" of the last item, while text comes to it
+        self._open: str | None = None  # "output", "reasoning" or "call": the last item, while text comes to it
         self._is_cut = False
         self._number = 0  # of the next event
         self._num_thought = 0  # tokens of what was thought, with its marks
@@ -182,8 +182,11 @@ class ResponsesAnswer:
         if parts:
             self._num_untold = 0
         for part in parts:
-            if part.call is not None:
-                events += self._closed() + self._called(part.call)
+            if part.kind == "call":
+                events += self._closed() + self._called(part)
+            elif part.kind == "arguments":
+                self._items[-1]["arguments"] += part.text
+                events.append(self._of_item("function_call_arguments.delta", delta=part.text))
             else:
                 events += self._said("reasoning" if part.kind == "reasoning" else "output", part.text)
         if delta.reason is not None:
@@ -221,24 +224,25 @@ class ResponsesAnswer:
             events.append(self._of_item("content_part.added", content_index=0, part=dict(content)))
             self._items[-1]["content"] = [content]
         self._items[-1]["content"][0]["text"] += text
-        return [*events, self._of_text("delta", delta=text)]
+        return [*events, self._of_text(kind, "delta", delta=text)]
 
     def _closed(self) -> list[Json]:
         """The events that end the open item; none where no item is open."""
-        if self._open is None:
+        kind, self._open = self._open, None
+        item = self._items[-1] if self._items else {}
+        if kind is None:
             return []
-        content = self._items[-1]["content"][0]
-        text = self._of_text("done", text=content["text"])
-        self._open = None
+        if kind == "call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            return [self._of_item("function_call_arguments.done", **done), self._ended()]
+        content = item["content"][0]
+        text = self._of_text(kind, "done", text=content["text"])
         return [text, self._of_item("content_part.done", content_index=0, part=content), self._ended()]
 
-    def _called(self, call: Call) -> list[Json]:
-        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call.id, "name": call.name}
-        added = self._added({**item, "arguments": "", "status": "in_progress"})
-        self._items[-1]["arguments"] = call.arguments
-        written = self._of_item("function_call_arguments.delta", delta=call.arguments)
-        done = self._of_item("function_call_arguments.done", arguments=call.arguments, name=call.name)
-        return [added, written, done, self._ended()]
+    def _called(self, part: AnswerPart) -> list[Json]:
+        self._open = "call"
+        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": part.id, "name": part.text}
+        return [self._added({**item, "arguments": "", "status": "in_progress"})]
 
     def _added(self, item: Json) -> Json:
         self._items.append(item)
@@ -248,9 +252,9 @@ class ResponsesAnswer:
         self._items[-1]["status"] = "completed"
         return self._event("output_item.done", output_index=len(self._items) - 1, item=self._items[-1])
 
-    def _of_text(self, step: str, **more: Any) -> Json:
-        more |= {"logprobs": []} if self._open == "output" else {}
-        return self._of_item(f"{self._open}_text.{step}", content_index=0, **more)
+    def _of_text(self, kind: str, step: str, **more: Any) -> Json:
+        more |= {"logprobs": []} if kind == "output" else {}
+        return self._of_item(f"{kind}_text.{step}", content_index=0, **more)
 
     def _of_item(self, kind: str, **more: Any) -> Json:
         """An event about the last item."""
