@@ -223,7 +223,7 @@ def test_responses_are_the_same_as_items(demo: tuple[Any, Any], monkeypatch: Any
             {"extra_body": {"response_format": {"type": "json_object"}}},
             {"previous_response_id": "resp_1"},
             {"input": [{"type": "item_reference", "id": "x"}]},
-            {"tools": [{"type": "web_search"}]},
+            {"tools": [{"name": "weather"}]},
         ):
             with pytest.raises(openai.BadRequestError):
                 client.responses.create(**(asked | wrong))

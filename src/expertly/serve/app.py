@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from expertly.core.errors import ExpertlyError
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
 from expertly.serve.errors import ApiError, failed
+from expertly.serve.messages import CountRequest, MessagesAnswer, MessagesRequest
 from expertly.serve.reading import Bodies
 from expertly.serve.request import ServedRequest
 from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
@@ -32,7 +33,7 @@ from expertly.serve.view import View, dashboard_page
 OPEN_PATHS = ("/", "/health", "/ready")
 """Paths that need no key, as they reveal nothing of requests."""
 
-Answer = ChatAnswer | CompletionAnswer | ResponsesAnswer
+Answer = ChatAnswer | CompletionAnswer | ResponsesAnswer | MessagesAnswer
 Result = TypeVar("Result")
 
 log = logging.getLogger("expertly.serve")
@@ -111,6 +112,12 @@ def _add_texts(app: FastAPI, service: Service, bodies: Bodies) -> None:
     add("/v1/chat/completions", ChatRequest, service.chat)
     add("/v1/completions", CompletionRequest, service.complete)
     add("/v1/responses", ResponsesRequest, service.respond)
+    add("/v1/messages", MessagesRequest, service.message)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(request: Request) -> Response:
+        async with bodies.read(request, CountRequest) as asked:
+            return JSONResponse(await service.count(asked))
 
 
 async def _all(request: ServedRequest) -> list[Any]:
@@ -181,7 +188,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._error(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
-        await (self._app if error is None else _error_response(error))(scope, receive, send)
+        await (self._app if error is None else _error_response(error, scope["path"]))(scope, receive, send)
 
     def _error(self, path: str, headers: Headers) -> ApiError | None:
         hosts = headers.getlist("host")
@@ -192,13 +199,17 @@ class Guard:
             return None
         shown = headers.getlist("authorization")
         scheme, _, key = (shown[0] if len(shown) == 1 else "").partition(" ")
-        if path in OPEN_PATHS or (scheme.lower() == "bearer" and is_key(key.strip(), self._keys)):
+        shown = [key.strip()] if scheme.lower() == "bearer" else []
+        if path in OPEN_PATHS or any(is_key(key, self._keys) for key in [*shown, *headers.getlist("x-api-key")]):
             return None
-        sentence, challenge = "Authorization: accepted: Bearer and a key of this server", {"WWW-Authenticate": "Bearer"}
+        sentence = "Authorization: accepted: Bearer and a key of this server, or x-api-key with it"
+        challenge = {"WWW-Authenticate": "Bearer"}
         return ApiError(401, sentence, kind="authentication_error", code="invalid_api_key", headers=challenge)
 
 
-def _error_response(error: ApiError) -> Response:
+def _error_response(error: ApiError, path: str) -> Response:
+    if "/v1/messages" in path:  # where an overloaded server is 529
+        return JSONResponse(MessagesAnswer.failure(error), {503: 529}.get(error.status, error.status), error.headers)
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
@@ -207,11 +218,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "refused")
-    return _error_response(ApiError(error.status_code, said, code=code, headers=error.headers))
+    return _error_response(ApiError(error.status_code, said, code=code, headers=error.headers), request.url.path)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    return _error_response(_as_told(error))
+    return _error_response(_as_told(error), request.url.path)
 
 
 async def _on_gone(request: Request, error: Exception) -> Response:

@@ -33,16 +33,21 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
-        self.is_stopped = False
+        self.matched: str | None = None
+        """The stop string that was met."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.matched is not None
 
     def add(self, text: str) -> str:
         """The text that may be shown now; nothing once `is_stopped`."""
         if self.is_stopped or not self._stops:
             return "" if self.is_stopped else text
         text = self._held + text
-        if places := [place for place in map(text.find, self._stops) if place >= 0]:
-            self.is_stopped, self._held = True, ""
-            return text[: min(places)]
+        if places := [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]:
+            (place, self.matched), self._held = min(places), ""
+            return text[:place]
         num_held = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AliasChoices, Discriminator, Field, Tag
 
 from expertly.model.answers import AnswerPart, AnswerReader
 from expertly.serve.answers import Json, parts_of, usage
 from expertly.serve.errors import ApiError
 from expertly.serve.request import Delta, ServedRequest
 from expertly.serve.schema import (
+    AnyTool,
     CalledFunction,
     Content,
     Count,
     Effort,
     FormatType,
     Function,
-    FunctionName,
     Message,
     Name,
-    NamedTool,
     Strict,
     Tool,
     ToolCall,
     Tuning,
     Variables,
+    joined,
+    named,
 )
 
 
@@ -41,8 +43,21 @@ class InputCall(CalledFunction):
     call_id: Name
 
 
+class OtherCall(Strict):
+    """A call of a tool that is none of this server's, from the time when another one answered."""
+
+    type: Literal["custom_tool_call", "local_shell_call"]
+    call_id: Name
+    name: Name = "local_shell"
+    input: str | dict[str, Any] = Field(validation_alias=AliasChoices("input", "action"))
+
+    @property
+    def arguments(self) -> str:
+        return json.dumps({"input": self.input} if isinstance(self.input, str) else self.input, ensure_ascii=False)
+
+
 class InputResult(Strict):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Annotated[Name, Field(min_length=1)]
     output: Content
 
@@ -51,20 +66,32 @@ class InputThought(Strict):
     type: Literal["reasoning"]  # which the model is not told again
 
 
+TAGS = {"message": "message", "function_call": "call", "reasoning": "thought"}
+TAGS |= dict.fromkeys(("custom_tool_call", "local_shell_call"), "other_call")
+TAGS |= dict.fromkeys(("function_call_output", "custom_tool_call_output"), "result")
+
+
+def _kind(value: Any, default: str) -> str:
+    return str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default))
+
+
 def _type_of(item: Any) -> str:
-    """The tag of an item: "item-" and its type."""
-    return f"item-{item.get('type', 'message') if isinstance(item, dict) else None}"
+    """The tag of an item."""
+    kind = _kind(item, "message")
+    return "item-" + TAGS.get(kind, "ignored" if kind.endswith(("_call", "_output", "_tools")) else "none")
 
 
 Item = Annotated[
     Annotated[InputMessage, Tag("item-message")]
-    | Annotated[InputCall, Tag("item-function_call")]
-    | Annotated[InputResult, Tag("item-function_call_output")]
-    | Annotated[InputThought, Tag("item-reasoning")],
+    | Annotated[InputCall, Tag("item-call")]
+    | Annotated[OtherCall, Tag("item-other_call")]
+    | Annotated[InputResult, Tag("item-result")]
+    | Annotated[InputThought, Tag("item-thought")]
+    | Annotated[AnyTool, Tag("item-ignored")],
     Discriminator(
         _type_of,
         custom_error_type="item_type",
-        custom_error_message="accepted: items of type message, function_call, function_call_output or reasoning",
+        custom_error_message="accepted: items of type message or reasoning, calls of tools and their outputs",
     ),
 ]
 
@@ -73,8 +100,10 @@ class FlatTool(Function):
     type: Literal["function"]
 
 
-class ToolName(FunctionName):
-    type: Literal["function"]
+Tools = Annotated[
+    Annotated[FlatTool, Tag("item-function")] | Annotated[AnyTool, Tag("item-other")],
+    Discriminator(lambda tool: f"item-{'function' if _kind(tool, 'function') == 'function' else 'other'}"),
+]
 
 
 class ReasoningWish(Strict):
@@ -85,6 +114,10 @@ class TextFormat(Strict):
     type: FormatType
     name: Name | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+    def as_chat(self) -> dict[str, Any]:
+        schema = self.model_dump(include={"name", "schema_"}, by_alias=True, exclude_none=True)
+        return {"type": self.type} | ({"json_schema": schema} if schema else {})
 
 
 class TextWish(Strict):
@@ -97,8 +130,8 @@ class ResponsesRequest(Tuning):
     input: str | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
+    tools: Annotated[list[Tools], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | AnyTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningWish | None = None
     text: TextWish | None = None
@@ -115,21 +148,17 @@ class ResponsesRequest(Tuning):
         """The same request for the chat API."""
         choice, wish = self.tool_choice, self.text.format if self.text else None
         shared = (*Tuning.model_fields, "parallel_tool_calls", "chat_template_kwargs")
-        asked = {
+        return {
             **{name: getattr(self, name) for name in shared},
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [Tool(type="function", function=tool) for tool in self.tools or ()],
-            "tool_choice": NamedTool(type="function", function=choice) if isinstance(choice, ToolName) else choice,
+            "tools": [Tool(type="function", function=tool) for tool in self.tools or () if isinstance(tool, FlatTool)],
+            "tool_choice": named(choice.label) if isinstance(choice, AnyTool) else choice,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "response_format": wish and wish.as_chat(),
         }
-        if wish is not None:
-            schema = wish.model_dump(include={"name", "schema_"}, by_alias=True, exclude_none=True)
-            asked["response_format"] = {"type": wish.type} | ({"json_schema": schema} if schema else {})
-        return asked
 
     def _messages(self) -> list[Message]:
-        """What an assistant says and calls in one turn is one message, as templates want it."""
         messages = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
         items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         for item in items:
@@ -137,14 +166,11 @@ class ResponsesRequest(Tuning):
                 messages.append(item)
             elif isinstance(item, InputResult):
                 messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
-            elif isinstance(item, InputCall):
-                calls = [ToolCall(id=item.call_id, type="function", function=item)]
-                if messages and messages[-1].role == "assistant":
-                    begun = messages[-1]
-                    messages[-1] = begun.model_copy(update={"tool_calls": [*(begun.tool_calls or ()), *calls]})
-                else:
-                    messages.append(Message(role="assistant", tool_calls=calls))
-        return messages
+            elif isinstance(item, InputCall | OtherCall):
+                function = CalledFunction(name=item.name, arguments=item.arguments)
+                call = ToolCall(id=item.call_id, type="function", function=function)
+                messages.append(Message(role="assistant", tool_calls=[call]))
+        return joined(messages)
 
 
 ECHOED = {"model", "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "text"}

@@ -6,7 +6,7 @@ effect; `unknown_fields` names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
@@ -30,6 +30,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 Count = Annotated[Whole, Field(ge=1, le=MAX_TOKEN)]
 Name = Annotated[str, Field(max_length=256)]
+FunctionLabel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 Variables = Annotated[dict[str, Any], Field(max_length=64)]
 """Of the chat template."""
 
@@ -54,11 +55,25 @@ class Strict(BaseModel):
         return self
 
 
+class AnyTool(BaseModel):
+    """A tool by its name, or by its type where that has a single one; nothing reads the rest."""
+
+    model_config = ConfigDict(strict=True)
+    type: Name | None = None
+    name: Name | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name or self.type or ""
+
+
 def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
-    """The names of fields that a checked request has and nothing reads, as `messages.audio`, without indices."""
+    """The names of fields that a checked request has and nothing reads, as `messages.audio`, without indices, and
+    tools that only other servers have, as `tools.web_search`.
+    """
     if isinstance(value, list):
         for item in value:
-            yield from unknown_fields(item, path)
+            yield from [path + item.label] if isinstance(item, AnyTool) else unknown_fields(item, path)
     elif isinstance(value, Strict):
         yield from (path + name for name in value.model_extra or ())
         for name in value.model_fields_set & type(value).model_fields.keys():
@@ -189,12 +204,32 @@ class Message(Strict):
         return self.content or ""
 
 
+def joined(messages: Iterable[Message]) -> list[Message]:
+    """The same as templates want them: what one role says in a row is one message, and only the first is a system's.
+    What a system says later is told as a user's, where agents put it.
+    """
+    result: list[Message] = []
+    for message in messages:
+        role: Any = "system" if message.role == "developer" else message.role
+        text, thought, calls = message.text, message.reasoning_content, message.tool_calls or []
+        if role == "system" and any(before.role != "system" for before in result):
+            role, text = "user", f"<system-reminder>\n{text}\n</system-reminder>"
+        if result and result[-1].role == role != "tool":
+            before = result.pop()
+            text = "\n\n".join(filter(None, (before.text, text)))
+            thought = "\n\n".join(filter(None, (before.reasoning_content, thought))) or None
+            calls = [*(before.tool_calls or ()), *calls]
+        said = {"role": role, "content": text, "reasoning_content": thought, "tool_calls": calls or None}
+        result.append(message.model_copy(update=said))
+    return result
+
+
 class FunctionName(Strict):
     name: Name
 
 
 class Function(Strict):
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: FunctionLabel
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # no effect: calls that tool_choice forces are always strict
@@ -208,6 +243,10 @@ class Tool(Strict):
 class NamedTool(Strict):
     type: Literal["function"]
     function: FunctionName
+
+
+def named(name: str) -> NamedTool:
+    return NamedTool(type="function", function=FunctionName(name=name))
 
 
 class ChatRequest(Generation):
@@ -237,7 +276,7 @@ class ChatRequest(Generation):
             raise ValueError("max_tokens: the same thing as max_completion_tokens; accepted: one of them")
         if self.forced == []:
             names = [tool.function.name for tool in self.offered]
-            raise ValueError(f"tool_choice: accepted: a name among tools: {names}")
+            raise ValueError(f"tool_choice: accepted: a function among tools, others are ignored: {names}")
         if self.grammar is not None and self.offered:
             raise ValueError("response_format: accepted: type text where tools may be called")
         return self

@@ -10,6 +10,7 @@ from expertly.model.answers import AnswerReader
 from expertly.serve.answers import ChatAnswer, CompletionAnswer, Json
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.grammar import Grammars
+from expertly.serve.messages import CountRequest, MessagesAnswer, MessagesRequest
 from expertly.serve.prompts import Prompts, as_told
 from expertly.serve.reading import check
 from expertly.serve.request import ServedRequest
@@ -49,8 +50,15 @@ class Service:
         return ChatAnswer(asked, self.prompts, *await self._conversation(asked))
 
     async def respond(self, asked: ResponsesRequest) -> ResponsesAnswer:
-        self._check(asked)
-        return ResponsesAnswer(asked, *await self._conversation(check(ChatRequest, asked.as_chat())))
+        return ResponsesAnswer(asked, *await self._conversation(self._as_chat(asked)))
+
+    async def message(self, asked: MessagesRequest) -> MessagesAnswer:
+        return MessagesAnswer(asked, self.prompts, *await self._conversation(self._as_chat(asked), is_cut=True))
+
+    async def count(self, asked: CountRequest) -> Json:
+        chat = self._as_chat(asked)
+        prompt, _ = await self.prompts.of_messages(chat.messages, chat.offered, chat.variables)
+        return {"input_tokens": len(prompt)}
 
     async def complete(self, asked: CompletionRequest) -> CompletionAnswer:
         self._check(asked)
@@ -94,17 +102,26 @@ class Service:
             raise ApiError(404, sentence, param="model", code="model_not_found")
 
     def _check(self, asked: Tuning) -> None:
-        """Check its model, and name fields that nothing reads in the log, each once."""
+        """Check its model, and name fields and tools that nothing reads in the log, each once."""
         self.check_model(asked.model)
         for name in unknown_fields(asked):
             if name not in self._ignored and len(self._ignored) < MAX_IGNORED_NAMED:
                 self._ignored.add(name)
                 log.info("field %r: has no effect here", name[:100])
 
-    async def _conversation(self, asked: ChatRequest) -> tuple[ServedRequest, dict[int, AnswerReader]]:
-        """A request for the next message, and the readers that split each of its texts into parts."""
+    def _as_chat(self, asked: ResponsesRequest | CountRequest) -> ChatRequest:
+        self._check(asked)
+        return check(ChatRequest, asked.as_chat())
+
+    async def _conversation(
+        self, asked: ChatRequest, is_cut: bool = False
+    ) -> tuple[ServedRequest, dict[int, AnswerReader]]:
+        """A request for the next message, and the readers that split each of its texts into parts. `is_cut`: it may
+        end with the context, however many tokens it may have.
+        """
         prompt, begun = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
-        limit = asked.limit or max(1, self.scheduler.room.context - len(prompt))
+        left = max(1, self.scheduler.room.context - len(prompt))
+        limit = min(asked.limit or left, left) if is_cut else asked.limit or left
         self.scheduler.check_size([len(prompt)], limit, asked.n or 1, "messages")
         sampling = asked.sampling((asked.top_logprobs or 0) if asked.logprobs else None)
         is_forced, answers = asked.forced is not None, self.prompts.answers
