@@ -1,14 +1,15 @@
-"""Can every client talk to the server? Four of them, as their users call them, against the demo model.
+"""Can every client talk to the server? Five of them, as their users call them, against the demo model.
 
     python bench/clients.py [--venv FOLDER] [--client NAME] [--out FILE]
 
 Makes an environment of its own for the clients (without torch), starts `expertly serve` on the demo model in float32
-with a chat template that knows tools, and runs each client's list: the openai package, litellm, langchain-openai and
-lm-eval's local-completions. What is checked is what a user of the client would see.
+with a chat template that knows tools, and runs each client's list: the openai and anthropic packages, litellm,
+langchain-openai and lm-eval's local-completions. What is checked is what a user of the client would see.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -17,10 +18,10 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-NEEDS = ("openai", "litellm", "langchain-openai", "lm-eval[api]", "transformers==5.23.0", "numpy")
-CLIENTS = ("openai", "litellm", "langchain-openai", "lm-eval")
+NEEDS = ("openai", "anthropic", "litellm", "langchain-openai", "lm-eval[api]", "transformers==5.23.0", "numpy")
+CLIENTS = ("openai", "anthropic", "litellm", "langchain-openai", "lm-eval")
 TEMPLATE = (
     "{% if tools %}Tools: {% for tool in tools %}{{ tool | tojson }} {% endfor %}{{ '\n' }}{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}"
@@ -93,6 +94,54 @@ def openai_checks(url: str) -> list[Check]:
         ("responses", lambda: client.responses.create(model="demo", input="Hello", max_output_tokens=8).output_text),
         ("responses, streamed", response_stream),
         ("what cannot be had is an error", lambda: is_refused(openai.BadRequestError, chat, messages=picture)),
+    ]
+
+
+def anthropic_checks(url: str) -> list[Check]:
+    import anthropic
+    from pydantic import BaseModel
+
+    class Place(BaseModel):
+        city: Literal["Oslo", "Rome"]
+
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    asked: dict[str, Any] = {"model": "demo", "messages": HELLO, "max_tokens": 12, "extra_body": {"temperature": 0}}
+    ask: Any = lambda **more: client.messages.create(**(asked | more))  # noqa: E731
+    tools = [{"name": "weather", "description": "of a city", "input_schema": CITY}]
+    tools += [{"type": "web_search_20250305", "name": "web_search"}]
+    forced = {"tools": tools, "tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 60}
+    picture = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]
+
+    def streamed() -> bool:
+        with client.messages.stream(**asked) as stream:
+            text = "".join(stream.text_stream)
+        return text == ask().content[0].text and stream.get_final_message().usage.output_tokens == 12
+
+    async def later() -> Any:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="none").messages.stream(**asked) as stream:
+            return (await stream.get_final_message()).stop_reason == "max_tokens"
+
+    def session() -> bool:
+        """The second turn reads only what is new."""
+        system = [{"type": "text", "text": "Be brief. " * 60, "cache_control": {"type": "ephemeral"}}]
+        more = forced | {"system": system, "metadata": {"user_id": "a"}, "thinking": {"type": "disabled"}}
+        call = ask(**more)
+        result = {"type": "tool_result", "tool_use_id": call.content[-1].id, "content": "rain"}
+        said = [*HELLO, {"role": "assistant", "content": call.content}, {"role": "user", "content": [result]}]
+        usage = ask(**(more | {"messages": said})).usage
+        return call.stop_reason == "tool_use" and usage.cache_read_input_tokens > usage.input_tokens
+
+    return [
+        ("models", lambda: client.models.list().data[0].id == "demo"),
+        ("a message", lambda: ask().content[0].text),
+        ("a stream with its usage", streamed),
+        ("a stream of the asynchronous client", lambda: asyncio.run(later())),
+        ("count_tokens", lambda: client.messages.count_tokens(model="demo", messages=HELLO).input_tokens > 3),
+        ("a tool that must be called", lambda: ask(**forced).content[-1].input["city"] in ("Oslo", "Rome")),
+        ("parse", lambda: client.messages.parse(**asked | {"max_tokens": 60}, output_format=Place).parsed_output.city),
+        ("a session with tools", session),
+        ("what cannot be had is an error", lambda: is_refused(anthropic.BadRequestError, ask, messages=picture)),
+        ("another model is an error", lambda: is_refused(anthropic.NotFoundError, ask, model="claude")),
     ]
 
 
@@ -198,7 +247,7 @@ def lm_eval_checks(url: str) -> list[Check]:
     return [*checks, ("generate_until by chat", chatted)]
 
 
-LISTS = (openai_checks, litellm_checks, langchain_checks, lm_eval_checks)
+LISTS = (openai_checks, anthropic_checks, litellm_checks, langchain_checks, lm_eval_checks)
 CHECKS = dict(zip(CLIENTS, LISTS, strict=True))
 
 
@@ -228,7 +277,7 @@ def environment(folder: Path) -> Path:
 
 
 def versions(python: Path) -> dict[str, str]:
-    names = ("openai", "litellm", "langchain-openai", "lm-eval", "transformers")
+    names = ("openai", "anthropic", "litellm", "langchain-openai", "lm-eval", "transformers")
     code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
     found: dict[str, str] = json.loads(subprocess.check_output([str(python), "-c", code]))
     return found

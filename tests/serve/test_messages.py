@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -16,6 +17,7 @@ from expertly.serve.messages import CountRequest
 from expertly.serve.prompts import Prompts
 from expertly.serve.responses import ResponsesRequest
 from expertly.serve.scheduler import RequestScheduler
+from tests.commands import RunningCommand
 from tests.serve.conftest import KEY, Serving, room_for, served
 from tests.serve.test_tools import CALL, THINKING, saying
 
@@ -254,6 +256,23 @@ def test_a_session_of_an_agent(demo: tuple[Any, Any], caplog: pytest.LogCaptureF
         assert caplog.text.count(f"field '{name}':") == 1
 
 
+@pytest.mark.slow
+def test_the_variables_that_a_server_prints_are_what_clients_need(
+    start: Callable[..., RunningCommand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start("serve", "--port", "0", "--context", "256", "--memory", "50%", "--name", "my model")
+    running.wait_until(lambda: "OPENAI_API_KEY" in running.out)
+    lines = [line for line in running.out.splitlines() if line.strip().startswith("export ")]
+    assert len(lines) <= 3
+    printed = dict(word.split("=", 1) for line in lines for word in shlex.split(line)[1:])
+    for name, value in printed.items():
+        monkeypatch.setenv(name, value)
+    request = {"messages": [{"role": "user", "content": "Hello"}], "model": printed["ANTHROPIC_MODEL"]}
+    assert anthropic.Anthropic().messages.count_tokens(**request).input_tokens > 0  # type: ignore[arg-type]
+    assert openai.OpenAI().models.list().data[0].id == "my model"
+    assert printed["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "256"
+
+
 CODEX = [
     {"type": "function", "name": "weather", "parameters": CITY, "strict": False},
     {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
@@ -287,14 +306,13 @@ def test_responses_know_what_tools_of_other_servers_did(demo: tuple[Any, Any]) -
         {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
         {"type": "custom_tool_call", "call_id": "1", "name": "apply_patch", "input": "*** Begin"},
         {"type": "custom_tool_call_output", "call_id": "1", "output": "done"},
-        {"type": "local_shell_call", "call_id": "2", "action": {"command": ["ls"]}, "status": "completed"},
+        {"type": "local_shell_call", "call_id": "2", "action": {"type": "exec", "command": ["ls"]}},
         {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "a.txt"}]},
         {"type": "additional_tools", "role": "developer", "tools": []},
     ]
     request = ResponsesRequest.model_validate({"model": "demo", "instructions": "You are an agent.", "input": said})
     assert rendered(demo, request) == (
         "<system>You are an agent.\n\nBe brief\n<user>Oslo?\n"
-        '<assistant><tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin"}}\n</tool_call>\n'
-        '<tool>done\n<assistant><tool_call>\n{"name": "local_shell", "arguments": {"command": ["ls"]}}\n</tool_call>\n'
-        "<tool>a.txt\n<assistant>"
+        '<assistant><tool_call>\n{"name": "apply_patch", "arguments": "*** Begin"}\n</tool_call>\n'
+        "<tool>done\n<tool>a.txt\n<assistant>"
     )

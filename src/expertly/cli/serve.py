@@ -1,9 +1,10 @@
-"""`expertly serve`: serve a model over HTTP, as OpenAI does."""
+"""`expertly serve`: serve a model over HTTP, as OpenAI and Anthropic do."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -55,8 +56,12 @@ def run(args: ServeCommand) -> int:
 def _welcome(url: str, num_keys: int, about: dict[str, Any]) -> str:
     facts = about["expertly"]
     how = ": ".join(filter(None, (facts["batching"], facts["batching_reason"])))
-    keys = f"{num_keys} keys" if num_keys else "no key asked for"
+    keys, key = (f"{num_keys} keys", "KEY") if num_keys else ("no key asked for", "none")
+    name, size = shlex.quote(about["id"]), facts["context"]
+    of_claude = f"ANTHROPIC_MODEL={name} ANTHROPIC_DEFAULT_HAIKU_MODEL={name} CLAUDE_CODE_MAX_CONTEXT_TOKENS={size}"
     return (
         f"expertly: serving {about['id']} on {url} ({url}/v1 for clients, {keys})\n"
-        f"expertly: requests run {how} | context {facts['context']} | chat template: {facts['chat_template']}"
+        f"expertly: requests run {how} | context {size} | chat template: {facts['chat_template']}\n"
+        f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN={key} {of_claude}\n"
+        f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}"
     )

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import from_json
 
 from expertly.model.answers import AnswerReader
 from expertly.serve.answers import Json, parts_of
@@ -138,10 +139,7 @@ class CountRequest(Tuning):
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cannot: ClassVar[dict[str, str]] = Tuning.cannot | {
-        "output_format": "use output_config.format",
-        "mcp_servers": "this server calls no others",
-    }
+    cannot: ClassVar[dict[str, str]] = Tuning.cannot | {"mcp_servers": "this server calls no others"}
 
     def as_chat(self) -> Json:
         """The same request for the chat API."""
@@ -240,7 +238,8 @@ class MessagesAnswer:
             return []
         self._is_open, block, events = False, self._blocks[-1], []
         if block["type"] == "tool_use":
-            block["input"] = _object(self._arguments)
+            with suppress(ValueError):
+                block["input"] = from_json(self._arguments, allow_partial=True)  # max_tokens may have cut them
         elif block["type"] == "thinking":  # clients send back only what is signed
             block["signature"] = self._message["id"]
             signed = {"type": "signature_delta", "signature": block["signature"]}
@@ -268,12 +267,3 @@ class MessagesAnswer:
             "cache_read_input_tokens": num_cached,
             "output_tokens": self.request.num_tokens,
         }
-
-
-def _object(arguments: str) -> Json:
-    """Arguments as an object; in one where they are none, as where max_tokens cut them."""
-    with suppress(ValueError, RecursionError):
-        value = json.loads(arguments or "{}")
-        if isinstance(value, dict):
-            return value
-    return {"arguments": arguments}

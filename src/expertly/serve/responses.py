@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -38,22 +37,13 @@ class InputMessage(Message):
     type: Literal["message"] = "message"
 
 
-class InputCall(CalledFunction):
-    type: Literal["function_call"]
+class InputCall(Strict):
+    """`custom_tool_call`: of a tool that is none of this server's, from the time when another one answered."""
+
+    type: Literal["function_call", "custom_tool_call"]
     call_id: Name
-
-
-class OtherCall(Strict):
-    """A call of a tool that is none of this server's, from the time when another one answered."""
-
-    type: Literal["custom_tool_call", "local_shell_call"]
-    call_id: Name
-    name: Name = "local_shell"
-    input: str | dict[str, Any] = Field(validation_alias=AliasChoices("input", "action"))
-
-    @property
-    def arguments(self) -> str:
-        return json.dumps({"input": self.input} if isinstance(self.input, str) else self.input, ensure_ascii=False)
+    name: Name
+    arguments: str = Field(validation_alias=AliasChoices("arguments", "input"))
 
 
 class InputResult(Strict):
@@ -66,28 +56,23 @@ class InputThought(Strict):
     type: Literal["reasoning"]  # which the model is not told again
 
 
-TAGS = {"message": "message", "function_call": "call", "reasoning": "thought"}
-TAGS |= dict.fromkeys(("custom_tool_call", "local_shell_call"), "other_call")
-TAGS |= dict.fromkeys(("function_call_output", "custom_tool_call_output"), "result")
-
-
 def _kind(value: Any, default: str) -> str:
     return str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default))
 
 
 def _type_of(item: Any) -> str:
-    """The tag of an item."""
-    kind = _kind(item, "message")
-    return "item-" + TAGS.get(kind, "ignored" if kind.endswith(("_call", "_output", "_tools")) else "none")
+    """The tag of an item: "item-" and its type, or "item-other" of what tools of other servers did."""
+    kind = _kind(item, "message").replace("custom_tool_call", "function_call")
+    is_other = kind.endswith(("_call", "_output", "_tools")) and not kind.startswith("function_call")
+    return "item-other" if is_other else f"item-{kind}"
 
 
 Item = Annotated[
     Annotated[InputMessage, Tag("item-message")]
-    | Annotated[InputCall, Tag("item-call")]
-    | Annotated[OtherCall, Tag("item-other_call")]
-    | Annotated[InputResult, Tag("item-result")]
-    | Annotated[InputThought, Tag("item-thought")]
-    | Annotated[AnyTool, Tag("item-ignored")],
+    | Annotated[InputCall, Tag("item-function_call")]
+    | Annotated[InputResult, Tag("item-function_call_output")]
+    | Annotated[InputThought, Tag("item-reasoning")]
+    | Annotated[AnyTool, Tag("item-other")],
     Discriminator(
         _type_of,
         custom_error_type="item_type",
@@ -166,7 +151,7 @@ class ResponsesRequest(Tuning):
                 messages.append(item)
             elif isinstance(item, InputResult):
                 messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
-            elif isinstance(item, InputCall | OtherCall):
+            elif isinstance(item, InputCall):
                 function = CalledFunction(name=item.name, arguments=item.arguments)
                 call = ToolCall(id=item.call_id, type="function", function=function)
                 messages.append(Message(role="assistant", tool_calls=[call]))
