@@ -38,6 +38,12 @@ class Scripted:
     def num_cached(self, name: str) -> int:
         return 0
 
+    def free_share(self) -> float:
+        return 1.0
+
+    def num_preempted(self) -> int:
+        return 0
+
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 import expertly
 from expertly.model.batching import Batch
-from tests.serve.conftest import Serving, greedy, greedy_end, room_for, served
+from expertly.serve.server import bind
+from tests.serve.conftest import Serving, assembled_for, greedy, greedy_end, room_for, running, served
 
 WORDS = ("sea", "king", "code", "winter", "river", "doctor", "ship", "garden", "letter", "number")
 PROMPTS = [f"The old {word}" for word in WORDS]
@@ -43,20 +46,35 @@ def test_a_hundred_streams_are_each_what_generate_writes(demo: tuple[Any, Any]) 
         scheduler._admit = lambda request: (admit(request), seen.append(len(scheduler.running)))
         got = streams(serving, asked, max_tokens=4)
         assert (len(scheduler.running), len(scheduler.waiting)) == (0, 0)
-        assert scheduler.free_pages == scheduler.room.num_pages
+        wait_for(lambda: scheduler.free_pages == scheduler.room.num_pages)
     assert got == [expected[prompt] for prompt in asked]
     assert max(seen) == 32, "as many as may run did run together"
 
 
-def test_a_cache_that_holds_two_texts_serves_many(demo: tuple[Any, Any]) -> None:
-    """Pages are the limit, not places: what does not fit waits. Upstream keeps pages of prompts that have been read for
-    others that begin alike: no text lacks any for it.
-    """
-    prompts = [f"{f'{word} ' * 70} {end}" for word in WORDS[:3] for end in ("and", "or")]
-    expected = [greedy_end(*demo, prompt, NUM_TOKENS) for prompt in prompts]
-    with served(*demo, room_for(context=256, max_running=16, num_pages=14)) as serving:
-        assert streams(serving, prompts) == expected
-        assert serving.scheduler.num_failed_steps == 0
+def test_a_cache_of_one_context_serves_many_that_may_each_fill_it(demo: tuple[Any, Any]) -> None:
+    """Texts take pages as they grow; who has to give them back goes on later, and no client sees more than a pause."""
+    prompts = [f"{f'{word} ' * 20}{end}" for word in WORDS[:3] for end in ("and", "or")]
+    expected = [greedy_end(*demo, prompt, 90) for prompt in prompts]
+    with served(*demo, room_for(context=256, max_running=16, num_pages=9)) as serving:
+        asked = {"n": 2, "temperature": 1, "seed": 5, "logprobs": 1}
+        drawn = [serving.complete(prompts[0], 90, **asked) for _ in range(2)]
+        with ThreadPoolExecutor() as pool:
+            again = pool.submit(serving.complete, prompts[0], 90, **asked)
+            assert streams(serving, prompts, 90) == expected
+        texts = [[choice.text for choice in answer.choices] for answer in (*drawn, again.result(60))]
+        assert texts[0] == texts[1] == texts[2], "its random numbers go on where they were"
+        assert serving.scheduler.num_preempted > 2 and serving.scheduler.num_failed_steps == 0
+
+
+def test_chats_without_max_tokens_run_together(demo: tuple[Any, Any]) -> None:
+    """The context is a limit of each, not a part of the cache that it takes."""
+    room = room_for(context=1024, max_running=4, num_pages=33)
+    with served(*demo, room) as serving, ThreadPoolExecutor() as pool:
+        running = serving.scheduler.running
+        asked = [pool.submit(serving.chat, f"{word}?", max_tokens=None) for word in WORDS[:2]]
+        several = pool.submit(serving.chat, "The sea?", max_tokens=None, n=2)
+        wait_for(lambda: len(running) == 4 and all(text.tokens for text in [*running.values()]))
+        assert len(several.result(60).choices) == 2 and all(answer.result(60) for answer in asked)
 
 
 def test_who_goes_frees_its_place(demo: tuple[Any, Any]) -> None:
@@ -77,7 +95,7 @@ def test_who_goes_frees_its_place(demo: tuple[Any, Any]) -> None:
                 assert len(serving.scheduler.running) == 1
                 release.set()
             wait_for(lambda: not serving.scheduler.running)
-            assert serving.scheduler.free_pages == serving.scheduler.room.num_pages
+            wait_for(lambda: serving.scheduler.free_pages == serving.scheduler.room.num_pages)
         writes = lambda: any(text.tokens for text in [*serving.scheduler.running.values()])  # noqa: E731
         leave(serving, body | {"stream": False}, writes)
         wait_for(lambda: not serving.scheduler.running)
@@ -87,6 +105,28 @@ def test_who_goes_frees_its_place(demo: tuple[Any, Any]) -> None:
         passes = expertly.stats(demo[0]).as_dict()["phases"]["decode"]["iterations"] - written
         assert passes <= 1, "the pass that ran ended, and no other began"
         assert complete(serving, 4)
+
+
+def test_who_reads_nothing_holds_nothing(demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that keeps its connection and lets its answer pile up is closed, and its text ends."""
+
+    def bind_small(*address: Any) -> socket.socket:
+        listener = bind(*address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else the system takes the whole answer
+        return listener
+
+    monkeypatch.setattr("tests.serve.conftest.bind", bind_small)
+    asked = {"model": "demo", "prompt": "The sea", "max_tokens": 1000, "stream": True, "logprobs": 5}
+    body = json.dumps(asked | {"logit_bias": {str(demo[1].eos_token_id): -100}})
+    head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    made = assembled_for(*demo, room_for(context=1024, max_running=1))
+    with running(made, silent_s=1) as serving, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", httpx.URL(serving.url).port))
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
+        wait_for(lambda: serving.scheduler.running)
+        assert complete(serving, 4), "it waited for the only place"
+        assert serving.metrics()['expertly_requests_total{outcome="cancelled"}'] == 1
 
 
 def leave(serving: Serving, body: dict[str, Any], is_time: Callable[[], object]) -> None:

@@ -40,6 +40,12 @@ class Steps:
     def num_cached(self, name: str) -> int:
         return 0
 
+    def free_share(self) -> float:
+        return 1.0
+
+    def num_preempted(self) -> int:
+        return 0
+
     def is_alive(self) -> bool:
         return True
 
@@ -93,31 +99,30 @@ async def test_first_come_first_served_and_places_are_given_again() -> None:
     await story.step(4)
     assert story.names() == [request.number for request in requests[2:]]
     await story.step(4)
-    assert story.names() == [] and story.scheduler.free_pages == 100
-    assert story.num_ended("length") == 4
+    assert story.names() == [] and story.num_ended("length") == 4
     deltas = [delta async for delta in requests[3]]
     assert "".join(delta.text for delta in deltas) == "xxxx" and deltas[-1].reason == "length"
 
 
-async def test_a_large_one_is_not_overtaken() -> None:
-    story = Story(num_pages=8, max_running=8)
-    story.ask(prompt=20, max_tokens=20)  # 6 pages
-    large, small = story.ask(prompt=20, max_tokens=20), story.ask(prompt=2, max_tokens=2)
-    assert list(story.scheduler.waiting) == [large, small], "or it would wait as long as small ones come"
-    story.scheduler.cancel(large)
-    assert not story.scheduler.waiting and story.names()[-1] == small.number
+async def test_many_texts_are_not_overtaken_by_one() -> None:
+    story = Story(max_running=3)
+    story.ask(texts=2)
+    several, single = story.ask(texts=2), story.ask()
+    assert list(story.scheduler.waiting) == [several, single], "or it would wait as long as single ones come"
+    story.scheduler.cancel(several)
+    assert not story.scheduler.waiting and story.names()[-1] == single.number
 
 
-async def test_what_can_never_fit_is_refused() -> None:
-    story = Story(num_pages=8, max_running=4)
-    for asked in ({"prompt": 60, "max_tokens": 5}, {"texts": 5}, {"prompt": 20, "max_tokens": 20, "texts": 2}):
+async def test_the_context_limits_each_text_and_reserves_nothing() -> None:
+    story = Story(num_pages=8, max_running=4)  # of 8 tokens: one context
+    for _ in range(2):
+        story.ask(prompt=20, max_tokens=44, texts=2)
+    assert len(story.names()) == 4
+    for asked in ({"prompt": 60, "max_tokens": 5}, {"texts": 5}):
         with pytest.raises(ApiError) as raised:
             story.ask(**asked)
         assert raised.value.status == 400
-    assert story.names() == []
-    story.scheduler.check_size([20, 2, 2], 2, 1, "prompt")  # 4, 2 and 2 pages
-    with pytest.raises(ApiError):
-        story.scheduler.check_size([30, 2, 2], 2, 1, "prompt")  # 5, 2 and 2
+    assert not story.scheduler.waiting
 
 
 async def test_a_failed_pass() -> None:
@@ -147,7 +152,7 @@ async def test_a_token_that_is_no_text_fails_its_request_alone() -> None:
     for request in (first, second):
         with pytest.raises(ApiError, match="token 1114112 cannot be made text"):
             _ = [delta async for delta in request]
-    assert story.names() == [] and story.steps.running == {} and story.scheduler.free_pages == 100
+    assert story.names() == [] and story.steps.running == {}
 
 
 async def test_draining() -> None:

@@ -17,11 +17,14 @@ from typing import Any, Protocol
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteriaList
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 from transformers.generation.logits_process import LogitsProcessorList
 
 from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError
 from expertly.model.generation import generation_config
 from expertly.model.structure import first_line
+from expertly.model.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,12 @@ class Stepper(Protocol):
         first token has been chosen; asked once.
         """
 
+    def free_share(self) -> float:
+        """Of the KV cache: what no request has."""
+
+    def num_preempted(self) -> int:
+        """How often a request had to give its pages of the KV cache to others, and began again."""
+
     def is_alive(self) -> bool:
         """False where no request can run any more."""
 
@@ -113,7 +122,7 @@ _LAST_WORDS_S = 2.0
 
 
 class Batch:
-    """Many requests in one forward pass. The caller admits no more than the cache holds.
+    """Many requests in one forward pass, by turns. The cache must hold the longest of them.
 
     transformers' manager runs the model in a thread of its own. If it refuses a request, that one fails; if a pass
     raises, the manager ends with its cache. A second thread watches its results, and makes a new manager before it
@@ -128,6 +137,7 @@ class Batch:
         self._lock = threading.Lock()  # guards the fields below
         self._running: dict[str, None] = {}
         self._is_closed = False
+        self._num_preempted = 0  # under earlier managers
         self._manager = self._make()
         self._watcher = threading.Thread(target=self._watch, name="expertly-serve-batch", daemon=True)
         self._watcher.start()
@@ -152,6 +162,20 @@ class Batch:
     def num_cached(self, name: str) -> int:
         return self._processor.num_cached.pop(name, 0)
 
+    def free_share(self) -> float:
+        turns = self._turns
+        return 1.0 if turns is None else turns.free_share()
+
+    def num_preempted(self) -> int:
+        turns = self._turns
+        return self._num_preempted + (0 if turns is None else turns.num_preempted)
+
+    @property
+    def _turns(self) -> Turns | None:
+        """None until the manager's thread has made its cache, and when it has ended."""
+        processor = self._manager.batch_processor
+        return None if processor is None else processor.scheduler
+
     def is_alive(self) -> bool:
         return self._watcher.is_alive()
 
@@ -165,11 +189,15 @@ class Batch:
 
     def _make(self) -> Any:
         limits = self._limits
-        settings: Any = {_PAGE_FIELD: limits.page_tokens}
+        schedulers: Any = SCHEDULER_MAPPING
+        schedulers["expertly"] = Turns
+        settings: Any = {_PAGE_FIELD: limits.page_tokens, "scheduler_type": "expertly", "safety_margin": 0.0}
         if hasattr(ContinuousBatchingConfig, "auto_switch_to_flash"):
             settings["auto_switch_to_flash"] = False  # it may download a kernel, which has no float32
+        groups: Any = group_layers_by_attn_type(self._model.config.get_text_config())
+        pages_of_blocks = len(groups[0]) if isinstance(groups, tuple) else 1  # transformers 5.17: a block is a group's
         config = ContinuousBatchingConfig(
-            num_blocks=limits.num_pages,
+            num_blocks=limits.num_pages * pages_of_blocks,
             max_batch_tokens=limits.max_batch_tokens,
             max_requests_per_batch=limits.max_requests,
             **settings,
@@ -219,8 +247,10 @@ class Batch:
             self._running.clear()
             self._processor.in_pass = []
             self._processor.num_cached.clear()
+            num_preempted = self.num_preempted()
             try:
                 self._manager.stop(block=True)
+                self._num_preempted = num_preempted
                 if isinstance(error, EngineClosedError):
                     raise error
                 self._manager = self._make()
@@ -256,9 +286,9 @@ class _ChoosingProcessor:
         self.in_pass = list(requests_in_batch)
         self.has_run = True
         for future in self.in_pass:
-            if not future.state.generated_tokens:  # a part of its prompt is read
-                name, left = future.state.request_id, len(future.state.initial_tokens)
-                self.num_cached[name] = self.num_cached.get(name, left) - future.query_length
+            state = future.state
+            if not state.generated_tokens and not state._true_initial_tokens:  # it has written nothing yet
+                self.num_cached.setdefault(state.request_id, state.position_offset - future.query_length)
         return arg_storage
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, args: torch.Tensor) -> torch.Tensor:
@@ -298,6 +328,12 @@ class OneAtATime:
         self._wanted.discard(name)
 
     def num_cached(self, name: str) -> int:
+        return 0
+
+    def free_share(self) -> float:
+        return 1.0  # each call of `generate` has a cache of its own
+
+    def num_preempted(self) -> int:
         return 0
 
     def is_alive(self) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from math import lcm
+from typing import Any
+
 from expertly.api import Handle
 from expertly.core.errors import ConfigError
 from expertly.engine.memory import DEFAULT_CONTEXT, SharedCache
@@ -32,17 +36,25 @@ def cache_for(options: ServeOptions, store: PackedStore) -> SharedCache:
     if options.max_running > MAX_BATCH_TOKENS:
         raise ConfigError(f"max_running={options.max_running}: accepted: at most {MAX_BATCH_TOKENS}")
     context = _context(options, store)
-    least = -(-context // PAGE_TOKENS) + 1  # pages of layers may not align
+    text = store.config.get("text_config", store.config)
+    least = -(-context // PAGE_TOKENS) + _num_unaligned(text)
     most = max(least, min(options.max_running * least, MAX_DEFAULT_CACHE // PAGE_TOKENS))
     if options.kv_tokens is not None:
-        if options.kv_tokens <= (least - 1) * PAGE_TOKENS:
+        if -(-options.kv_tokens // PAGE_TOKENS) < least:
             sentence = f"kv_tokens={options.kv_tokens}: accepted: {least * PAGE_TOKENS} or more"
             raise ConfigError(f"{sentence}, for one text of {context}")
         least = most = -(-options.kv_tokens // PAGE_TOKENS)
-    text = store.config.get("text_config", store.config)
     num_masks = 2 if "sliding_attention" in (text.get("layer_types") or ()) else 1
     least, most = ((pages + _PADDING_PAGES) * PAGE_TOKENS for pages in (least, most))
     return SharedCache(least, most, MAX_BATCH_TOKENS, num_masks, HOST_NBYTES)
+
+
+def _num_unaligned(config: dict[str, Any]) -> int:
+    """Pages beyond a text's own. Layers of one kind of attention take the cache in runs that those of each kind can
+    divide into pages of their own, and each kind leaves a part of its last run unused.
+    """
+    kinds = list(Counter(config.get("layer_types") or ()).values()) or [1]
+    return -(-len(kinds) * lcm(*kinds) // sum(kinds))
 
 
 def room_for(options: ServeOptions, loaded: Handle) -> Room:

@@ -1,4 +1,6 @@
-"""Which requests run and which wait: they are admitted in the order they came, each when all of its texts fit."""
+"""Which requests run and which wait: they are admitted in the order they came, each when all of its texts have places.
+Those that run share the KV cache by turns (model/turns.py).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ log = logging.getLogger("expertly.serve")
 @dataclass(frozen=True, slots=True)
 class Room:
     """What may run at a time: `max_running` texts, in `num_pages` pages of `page_tokens` of KV cache. `context`: the
-    longest text, prompt included; `max_queue` requests may wait.
+    longest text, prompt included, for which alone there are pages; `max_queue` requests may wait.
     """
 
     context: int
@@ -38,10 +40,6 @@ class Room:
     max_running: int
     max_queue: int
     is_one_at_a_time: bool = False
-
-    def pages_of(self, prompt: int, max_tokens: int) -> int:
-        """The pages that a text needs at its longest; one more, because pages of layers may not align."""
-        return -(-(prompt + max_tokens) // self.page_tokens) + 1
 
 
 class RequestMetrics:
@@ -86,8 +84,6 @@ class RequestMetrics:
 class RequestScheduler:
     """Lives in the server's event loop, which alone calls it, except for `told` and `failed`: the model's threads call
     these.
-
-    A text gets the pages for its whole length when it is admitted, so that a running text never lacks any.
     """
 
     def __init__(self, room: Room) -> None:
@@ -95,7 +91,6 @@ class RequestScheduler:
         self.metrics = RequestMetrics()
         self.waiting: deque[ServedRequest] = deque()
         self.running: dict[str, Text] = {}
-        self.free_pages = room.num_pages
         self.is_draining = False
         self.num_failed_steps = 0
         self.sampler = Sampler(self.told)
@@ -125,19 +120,24 @@ class RequestScheduler:
             return "the thread that runs the model has ended"
         return self._problem
 
+    @property
+    def free_pages(self) -> int:
+        """Pages that no running text has; those kept for later prompts are among them."""
+        share = 1.0 if self._stepper is None else self._stepper.free_share()
+        return int(share * self.room.num_pages)
+
+    @property
+    def num_preempted(self) -> int:
+        return 0 if self._stepper is None else self._stepper.num_preempted()
+
     def check_size(self, prompts: Sequence[int], max_tokens: int, num_each: int, param: str) -> None:
         """Raises ApiError where `num_each` texts behind each of the prompts, of so many tokens, could never run."""
         room, prompt = self.room, max(prompts)
         if prompt + max_tokens > room.context:
             sentence = f"{param}: {prompt} prompt tokens and {max_tokens} to write are {prompt + max_tokens}"
             raise invalid(f"{sentence}; accepted: {room.context} together", param, "context_length_exceeded")
-        if room.is_one_at_a_time:
-            return
-        num_texts = num_each * len(prompts)
-        num_pages = num_each * sum(room.pages_of(length, max_tokens) for length in prompts)
-        if num_texts > room.max_running or num_pages > room.num_pages:
-            most = min(room.max_running, room.num_pages // room.pages_of(prompt, max_tokens))
-            raise invalid(f"n: {num_texts} texts of this length at a time; accepted: {most}", "n")
+        if (num_texts := num_each * len(prompts)) > room.max_running:
+            raise invalid(f"n: {num_texts} texts at a time; accepted: {room.max_running} (--max-running)", "n")
 
     def submit(self, request: ServedRequest) -> None:
         """Run the request, or queue it. Raises ApiError 429 where the queue is full, 503 where none is accepted."""
@@ -240,17 +240,11 @@ class RequestScheduler:
     def _fits(self, request: ServedRequest) -> bool:
         if self.room.is_one_at_a_time:
             return not self.running
-        if len(self.running) + len(request.texts) > self.room.max_running:
-            return False
-        return sum(self._pages(text) for text in request.texts) <= self.free_pages
-
-    def _pages(self, text: Text) -> int:
-        return self.room.pages_of(len(text.prompt), text.max_tokens)
+        return len(self.running) + len(request.texts) <= self.room.max_running
 
     def _admit(self, request: ServedRequest) -> None:
         for text in request.texts:
             self.running[text.name] = text
-            self.free_pages -= self._pages(text)
             self._begin(text)
 
     def _begin(self, text: Text) -> None:
@@ -260,10 +254,9 @@ class RequestScheduler:
         self._running_stepper.submit(Entry(text.name, [*text.prompt, *text.tokens], left, text.ends))
 
     def _release(self, text: Text) -> None:
-        """Free a text's pages. Tells the model where it would go on: the text was cancelled, or met a stop string."""
+        """Free a text's place. Tells the model where it would go on: the text was cancelled, or met a stop string."""
         if self.running.pop(text.name, None) is None:
             return
-        self.free_pages += self._pages(text)
         if text.reason is None or text.stops.is_stopped:
             self._running_stepper.cancel(text.name)
         self.sampler.remove(text.name)

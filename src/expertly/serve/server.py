@@ -38,7 +38,9 @@ _FORCED_LAST_WORDS_S = 1.0
 """The same where a second signal ends the server."""
 
 SILENT_S = 30.0
-"""A connection that has brought no request for so long is closed, also one that sends its headers byte by byte."""
+"""A connection that has brought no request for so long is closed, also one that sends its headers byte by byte; and one
+whose client has read nothing of its answer, whose request then ends.
+"""
 
 MAX_WAITED_FOR = 384
 """Connections whose next request, or the rest of it, is not there; the queue bounds those that are answered."""
@@ -144,6 +146,14 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._num_outside = 0  # bytes outside bodies since the last request's headers
         self.since = time.monotonic()
         """It began, or its last request was answered, then."""
+        self._unread = 0, self.since  # bytes that the client has not read, and since when
+
+    def is_stalled(self, before: float) -> bool:
+        """Whether its client has read nothing since then that was there to be read. It must be asked now and then."""
+        num_unread = self.transport.get_write_buffer_size()
+        if num_unread != self._unread[0]:
+            self._unread = num_unread, time.monotonic()
+        return num_unread > 0 and self._unread[1] <= before
 
     @property
     def is_silent(self) -> bool:
@@ -245,7 +255,9 @@ class ApiServer(uvicorn.Server):
             before = time.monotonic() - self._silent_s
             connections: Any = list(self.server_state.connections)
             for connection in connections:
-                if connection.is_silent and connection.since <= before:
+                if connection.is_stalled(before):
+                    connection.transport.abort()
+                elif connection.is_silent and connection.since <= before:
                     connection.transport.close()
 
     async def _drain(self) -> None:

@@ -45,8 +45,10 @@ class View(Collector):
         phases = stats["phases"]
         yield _gauge("requests_waiting", "Requests in the queue", {(): len(scheduler.waiting)})
         yield _gauge("texts_running", "Texts that are being written", {(): len(scheduler.running)})
-        yield _gauge("kv_pages_free", "Pages of the KV cache that nobody has", {(): scheduler.free_pages})
+        yield _gauge("kv_pages_free", "Pages of the KV cache that no running text has", {(): scheduler.free_pages})
         yield _gauge("kv_pages", "Pages of the KV cache", {(): scheduler.room.num_pages})
+        text = "Times that a text gave its pages to older ones, and began again"
+        yield _counter("preemptions", text, {(): scheduler.num_preempted})
         yield _counter("failed_steps", "Forward passes that raised", {(): scheduler.num_failed_steps})
         for key, text in _OF_PHASES.items():
             yield _counter(key, text, {(phase,): counts[key] for phase, counts in phases.items()}, "phase")
@@ -89,6 +91,7 @@ class View(Collector):
             "max_queue": scheduler.room.max_queue,
             "kv_pages": scheduler.room.num_pages,
             "kv_pages_free": scheduler.free_pages,
+            "preemptions": scheduler.num_preempted,
             "tokens_written": scheduler.metrics.num_written,
             **_summed(*stats["phases"].values()),
             # whether its predictor, else its eviction, began with learned state of earlier runs

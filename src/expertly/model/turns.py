@@ -1,0 +1,168 @@
+"""Which requests of a batch have pages of the KV cache, and whose tokens are in the next forward pass.
+
+A part of transformers' continuous batching, in place of its own schedulers: these read prompts in the order of arrival,
+and drop all pages that are kept for later prompts when a few are short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+from transformers.generation.continuous_batching import RequestState, RequestStatus, Scheduler
+
+
+class Turns(Scheduler):  # type: ignore[misc]
+    """A prompt begins, in the order of arrival, when there are pages for all of it; a text takes pages as it grows.
+    Where there are none, the youngest request gives its pages back and begins again later: what it has written is then
+    a part of its prompt, whose pages the cache keeps until others need them.
+
+    Each pass holds a token of every text that is being written, and parts of prompts, those first that have the least
+    left. Prompts that it cannot finish are left out beside those that it can, but not twice in a row; and of them, the
+    one with the least left and the oldest take turns.
+    """
+
+    cache: Any  # its parts have other names in transformers 5.17
+    _allocate_blocks_if_needed: Any
+
+    def reset(self) -> None:
+        super().reset()
+        self.num_preempted = 0
+        self._in_pass: set[str] = set()  # of the last pass
+        self._are_long_owed = False  # the last pass had room for parts of long prompts, and none in it
+        self._is_oldests_turn = False  # of long prompts, the last parts were first of the oldest, not of the shortest
+        # none in transformers 5.17, which counts kept pages as free and drops them itself
+        self._allocators: list[Any] = list(getattr(self.cache, "cache_allocators", {}).values())
+        self._page_tokens = self._allocators[0].tokens_per_page if self._allocators else self.cache.block_size
+
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any], bool, int, int]:
+        self._grow()
+        self._begin()
+        turns = list({state.request_id: state for state in (*self._writing(), *self._parts(token_budget))}.values())
+        batch, _, is_decode, num_tokens, num_read = self._process_candidates(turns, token_budget, cache_budget, set())
+        self.starved_requests = []
+        self._in_pass = {future.state.request_id for future in batch}
+        return batch, is_decode, num_tokens, num_read
+
+    def free_share(self) -> float:
+        """Of the cache: what no request has. Any thread may ask."""
+        if not self._allocators:
+            return float(self.cache.get_num_free_blocks() / self.cache.num_blocks)
+        kept = sum(len(allocator.ledger.cached_blocks) * allocator.bytes_per_block for allocator in self._allocators)
+        total = self.cache.num_sectors * self.cache.bytes_per_sector
+        return float((self.cache.compute_free_capacity(relative=False) + kept) / total)
+
+    # -- whose turn it is ----------------------------------------------------------------------------------------------
+
+    def _of_status(self, status: RequestStatus) -> list[RequestState]:
+        return [state for state in _by_age(self.active_requests.values()) if state.status == status]
+
+    def _writing(self) -> list[RequestState]:
+        """Those first that the last pass had no room for: prompts that texts share are read once for each."""
+        return sorted(self._of_status(RequestStatus.DECODING), key=lambda state: state.request_id in self._in_pass)
+
+    def _parts(self, token_budget: int) -> list[RequestState]:
+        """Prompts whose parts the pass reads."""
+        reading = self._of_status(RequestStatus.PREFILLING)
+        left = token_budget - len(self._of_status(RequestStatus.DECODING))
+        left = left // 2 if self._are_long_owed else left
+        short, long = [], sorted(reading, key=_num_left)
+        while long and _num_left(long[0]) <= left:
+            left -= _num_left(long[0])
+            short.append(long.pop(0))
+        self._are_long_owed = bool(short and long) and not self._are_long_owed
+        if not long or self._are_long_owed:
+            return short
+        self._is_oldests_turn = not self._is_oldests_turn
+        return [*short, *(_by_age(long)[: int(self._is_oldests_turn)]), *long]
+
+    # -- who has pages -------------------------------------------------------------------------------------------------
+
+    def _grow(self) -> None:
+        """Give each text that is being written the page of its next token, the oldest first."""
+        for state in self._of_status(RequestStatus.DECODING):
+            while state.request_id in self.active_requests and not self._take(state, 1):
+                assert len(self.active_requests) > 1, "the cache holds the longest text"
+                self._give_back(_by_age(self.active_requests.values())[-1])
+                self.num_preempted += 1
+
+    def _begin(self) -> None:
+        for state in _by_age(self.waiting_requests.values()):
+            if not self._is_read_by_another(state) and not self._admit(state):
+                assert self.active_requests, "the cache holds the longest text"
+                break
+
+    def _is_read_by_another(self, state: RequestState) -> bool:
+        """Whether another request will have read more of this prompt's pages than it has now."""
+        prompt = state.initial_tokens
+        for other in self.active_requests.values() if self.cache.use_prefix_sharing else ():
+            end = (other.position_offset // self._page_tokens + 1) * self._page_tokens
+            if end < len(prompt) and prompt[:end] == other.initial_tokens[:end]:
+                return True
+        return False
+
+    def _admit(self, state: RequestState) -> bool:
+        """Begin a prompt, with the pages of its beginning that the cache has and new ones for the rest."""
+        rest = self._infer_request_tokens(state, set())
+        self.waiting_requests.pop(state.request_id, None)
+        self.waiting_requests_order.remove(state.request_id)
+        self.active_requests[state.request_id] = state
+        state.status = RequestStatus.PREFILLING
+        if self._take(state, len(rest)):
+            return True
+        self._give_back(state)
+        return False
+
+    def _take(self, state: RequestState, num_tokens: int) -> bool:
+        """Give a request pages for so many more tokens, where there are enough: free ones, then those that have been
+        kept for later prompts the longest.
+        """
+        if not self._allocators:
+            return bool(self._allocate_blocks_if_needed(state, num_tokens))
+        pool = self.cache.pool
+        pool.try_to_free_sectors()
+        for allocator in self._allocators:
+            kept, ledger = allocator.ledger.cached_blocks, allocator.ledger
+            free = pool.count_free_blocks(allocator.index) + pool.num_free_sectors * allocator.blocks_per_sector
+            missing = allocator.needs_new_blocks(state.request_id, state.current_len(), num_tokens) - free
+            if missing > len(kept):
+                return False
+            for block in list(islice(kept, max(0, missing))):
+                del kept[block], ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+                pool.free_blocks(allocator.index, [block])
+        return bool(self.cache.can_store_request_tokens(state, num_tokens))
+
+    def _give_back(self, state: RequestState) -> None:
+        """Let a request wait again, as old as it is."""
+        if self._allocators or state.allocated_blocks:  # else transformers 5.17 warns
+            self.finish_request(state.request_id)
+        self.active_requests.pop(state.request_id, None)
+        again = state.create_equivalent_initial_request()
+        again.created_time = state.created_time
+        if not state.generated_tokens:  # else it says that this request has written
+            again._true_initial_tokens = state._true_initial_tokens
+        self.add_waiting_request(again)
+
+    def finish_request(self, request_id: str) -> None:
+        self._keep_beginnings([request_id])
+        super().finish_request(request_id)
+
+    def clear_cancelled_requests(self) -> list[RequestState]:
+        self._keep_beginnings(self._requests_to_cancel)
+        return list(super().clear_cancelled_requests())
+
+    def _keep_beginnings(self, names: Iterable[str]) -> None:
+        """Of pages that requests are about to give back, drop the last first: without the first, none can be found."""
+        for allocator in self._allocators:
+            for name in names:
+                allocator.block_table.get(name, []).reverse()
+
+
+def _by_age(states: Iterable[RequestState]) -> list[RequestState]:
+    """The oldest first."""
+    return sorted(states, key=lambda state: state.created_time)
+
+
+def _num_left(state: RequestState) -> int:
+    return len(state.remaining_prefill_tokens)

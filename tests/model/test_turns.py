@@ -1,0 +1,208 @@
+"""Requests that share a KV cache, on tiny models: whose pages, whose turn, and that no text shows any of it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from expertly.model.batching import Batch, Entry, Limits
+from tests.families import VOCAB_SIZE, generate, make_model
+
+PAGE = 8  # tokens
+
+
+class Passes:
+    """A batch, the tokens of each of its requests, and those of each forward pass."""
+
+    def __init__(self, model: Any, num_pages: int, budget: int = 64) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.sizes: list[int] = []
+        self.first: dict[str, int] = {}  # the pass that gave a request its first token
+        self.cached: dict[str, int] = {}
+        self.errors: list[BaseException] = []
+        self.before: Callable[[int], object] = lambda number: None  # called before each pass
+        self._left: dict[str, int] = {}
+        self._changed = threading.Condition()
+        self._hook = model.register_forward_pre_hook(self._begins, with_kwargs=True)
+        self.batch = Batch(model, Limits(PAGE, num_pages, budget, 32), self._choose, self._failed)
+
+    def ask(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
+        self.tokens[name], self._left[name] = [], max_tokens
+        self.batch.submit(Entry(name, prompt, max_tokens, []))
+
+    def wait(self) -> None:
+        """Until all that was asked for has been written, and its pages are given back."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.errors or not any(self._left.values()), 60), self._left
+        assert not self.errors, self.errors
+        end = time.monotonic() + 60
+        while self.batch.free_share() < 1:
+            assert time.monotonic() < end, "it keeps pages"
+
+    def close(self) -> None:
+        self.batch.close()
+        self._hook.remove()
+
+    def _begins(self, model: Any, arguments: Any, kwargs: Any) -> None:
+        self.sizes.append(kwargs["input_ids"].numel())
+        self.before(len(self.sizes))
+
+    def _choose(self, names: Sequence[str], logits: torch.Tensor) -> list[int | None]:
+        with self._changed:
+            for name, token in zip(names, logits.argmax(-1).tolist(), strict=True):
+                if not self.tokens[name]:
+                    self.first[name], self.cached[name] = len(self.sizes), self.batch.num_cached(name)
+                self.tokens[name].append(token)
+                self._left[name] -= 1
+            self._changed.notify()
+        return [None] * len(names)
+
+    def _failed(self, of_step: Sequence[str], waiting: Sequence[str], error: BaseException) -> None:
+        with self._changed:
+            self.errors.append(error)
+            self._changed.notify()
+
+
+@cache
+def tiny(family: str) -> Any:
+    return make_model(family)
+
+
+@contextmanager
+def passes(family: str = "qwen3_moe", **limits: int) -> Iterator[Passes]:
+    made = Passes(tiny(family), **limits)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def drawn(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(4, VOCAB_SIZE), k=length)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # shares pages of prompts; half of its layers slide
+def test_texts_are_those_of_generate_however_few_pages_there_are(family: str, seed: int) -> None:
+    draw = random.Random(seed)
+    begun = [drawn(20, 9), drawn(45, 8)]  # many begin alike
+    asked = {}
+    for number in range(14):
+        prompt = [*draw.choice(begun)[: draw.randint(0, 45)], *drawn(draw.randint(1, 60), 100 * seed + number)]
+        asked[f"{number}"] = prompt, draw.randint(1, 130 - len(prompt))
+    expected = {name: generate(tiny(family), [prompt], size)[0] for name, (prompt, size) in asked.items()}
+    with passes(family, num_pages=19) as made:  # the longest takes 17
+        later = list(asked)[4:]
+
+        def come(number: int) -> None:
+            if later and number % 3 == 0:
+                made.ask(later[0], *asked[later.pop(0)])
+
+        for name in list(asked)[:4]:
+            made.ask(name, *asked[name])
+        made.before = come
+        made.wait()
+        assert made.tokens == expected
+        assert made.batch.num_preempted() > 0 and max(made.sizes) <= 64
+
+
+def test_pages_are_taken_as_texts_grow_and_the_youngest_gives_way() -> None:
+    """Four texts that may each fill the cache write together; each ends, the oldest first."""
+    prompts = [drawn(20, seed) for seed in range(4)]
+    expected = [generate(tiny("qwen3_moe"), [prompt], 80)[0] for prompt in prompts]
+    ends: list[str] = []
+    with passes(num_pages=14) as made:  # one is 13 pages at its end
+        for number, prompt in enumerate(prompts):
+            made.ask(f"{number}", prompt, 80)
+
+        def look(number: int) -> None:
+            ends.extend(name for name in made.tokens if len(made.tokens[name]) == 80 and name not in ends)
+
+        made.before = look
+        made.wait()
+        assert max(made.first.values()) <= 4, "none waited for another's end"
+        assert ends == ["0", "1", "2"] and made.batch.num_preempted() >= 3
+        assert list(made.tokens.values()) == expected
+
+
+def test_what_is_written_again_is_read_from_the_cache() -> None:
+    """Of a text that was preempted, no more is computed again than others took of its pages."""
+    with passes(num_pages=14) as made:
+        made.ask("old", drawn(40, 0), 40)  # 10 pages
+        made.ask("young", drawn(20, 1), 40)  # 8 pages
+        made.wait()
+        computed, least = sum(made.sizes), 40 + 39 + 20 + 39
+        assert made.batch.num_preempted() >= 1
+        assert computed - least <= 6 * PAGE
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_nor_the_long_one_for_ever() -> None:
+    with passes(num_pages=400, budget=64) as made:
+        made.ask("long", drawn(1000, 0), 2)
+        made.ask("middle", drawn(300, 1), 2)
+        short = iter(range(100))
+        came = {}
+
+        def come(number: int) -> None:
+            if "long" not in made.first and number > 2:
+                name = f"short {next(short)}"
+                came[name] = number
+                made.ask(name, drawn(12, number), 3)
+
+        made.before = come
+        made.wait()
+        waited = [made.first[name] - number for name, number in came.items()]
+        assert max(waited) == 1, "each has its first token in the next pass"
+        assert made.first["middle"] < made.first["long"]
+        assert made.first["long"] <= 2 * (1000 // 26), "half of every other pass is its own"
+
+
+def test_a_short_prompts_pass_holds_no_part_of_a_long_one() -> None:
+    with passes(num_pages=400, budget=64) as made:
+        made.before = lambda number: made.ask("short", drawn(12, 1), 1) if number == 3 else None
+        made.ask("long", drawn(500, 0), 1)
+        made.wait()
+        assert made.sizes[3] == 12 and made.sizes[2] == made.sizes[4] == 64
+
+
+def test_a_second_turn_reads_what_is_new_and_at_most_a_page() -> None:
+    with passes(num_pages=60) as made:
+        made.ask("first", first := drawn(130, 0), 21)
+        made.wait()
+        history = [*first, *made.tokens["first"]]
+        made.ask("other", drawn(200, 5), 20)  # takes pages that nothing is kept in
+        made.wait()
+        before = sum(made.sizes)
+        made.ask("second", [*history, *drawn(10, 1)], 1)
+        made.wait()
+        assert sum(made.sizes) - before <= 10 + PAGE
+        assert made.cached["second"] >= len(history) - PAGE
+
+
+def test_pages_that_are_needed_are_taken_from_the_ends_of_kept_texts() -> None:
+    """Two thirds of a kept text stay useful when a third of its pages is needed for another."""
+    with passes(num_pages=32) as made:
+        made.ask("kept", prompt := drawn(24 * PAGE, 0), 1)
+        made.wait()
+        made.ask("other", drawn(15 * PAGE, 1), 1)  # 16 pages; 8 are free
+        made.wait()
+        made.ask("again", prompt, 1)
+        made.wait()
+        assert made.cached["again"] == 16 * PAGE
+
+
+def test_a_prompt_that_several_texts_have_is_read_once() -> None:
+    with passes(num_pages=60) as made:
+        for number in range(3):
+            made.ask(f"{number}", drawn(150, 0), 4)
+        made.wait()
+        assert sum(made.sizes) <= 150 + 2 * PAGE + 3 * 3
+        assert made.tokens["0"] == made.tokens["1"] == made.tokens["2"]
