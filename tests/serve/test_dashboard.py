@@ -130,7 +130,7 @@ def test_stop_frees_the_servers_place(tab: Tab, serving: Serving, monkeypatch: p
 
 
 def test_what_is_said_is_text_and_an_error_is_told(tab: Tab) -> None:
-    say(tab, "Hello", limit="100000")
+    say(tab, "Hello " * 600)
     tab.until(f"{HAS_ANSWERED} && document.querySelectorAll('.said.error').length === 1")
     assert "accepted: 512 together" in last_said(tab, "server")
     tab.problems.clear()

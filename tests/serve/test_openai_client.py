@@ -209,7 +209,7 @@ def test_bytes_of_tokens_that_are_parts_of_characters(serving: Serving, demo: tu
 
 REFUSED: dict[str, Any] = {
     "model": {"model": "gpt-4"},
-    "messages": {"max_tokens": 10**6},
+    "messages": {"messages": [{"role": "user", "content": "a " * 600}]},
     "n": {"n": 17},
     "response_format.json_schema": {"response_format": {"type": "json_schema"}},
     "response_format": {"response_format": schema_format({"$ref": "https://example.org/x"})},

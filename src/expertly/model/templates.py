@@ -61,8 +61,8 @@ class Renderer(contextlib.AbstractContextManager["Renderer"]):
             source = tokenizer.get_chat_template(template, tools)
             request = {
                 "messages": messages,
-                "options": {"chat_template": source, "tools": tools, "add_generation_prompt": True},
-                "variables": {**tokenizer.special_tokens_map, **(variables or {})},
+                "options": {"chat_template": source, "tools": tools},
+                "variables": {"add_generation_prompt": True, **tokenizer.special_tokens_map, **(variables or {})},
                 "most": most,
             }
             raw = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")

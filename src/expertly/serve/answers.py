@@ -53,7 +53,7 @@ class _Answer:
     def __init__(self, asked: ChatRequest | CompletionRequest, prompts: Prompts, request: ServedRequest) -> None:
         self.prompts = prompts
         self.request = request
-        self.has_logprobs = asked.logprobs not in (None, False)
+        self.has_logprobs = asked.logprobs is not None and asked.logprobs is not False
         has_usage = asked.stream_options is not None and asked.stream_options.include_usage
         self._null = {"usage": None} if has_usage else {}
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
@@ -180,11 +180,14 @@ class CompletionAnswer(_Answer):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].reason}
 
     def _logprobs(self, index: int, choices: Sequence[SampledToken]) -> Json:
-        """Offsets count each token's own text, which is only near enough where a character spans tokens."""
+        """Offsets count each token's own text, which is only near enough where a character spans tokens. The chosen
+        token is among the alternatives, as OpenAI has it.
+        """
         logprobs: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for choice in choices:
             piece, is_first = self.prompts.text([choice.token], special=True), choice.logprob is None
-            top = {self.prompts.text([token], special=True): _finite(value) for token, value in choice.top}
+            alternatives = (*choice.top, (choice.token, choice.logprob))
+            top = {self.prompts.text([token], special=True): _finite(value) for token, value in alternatives}
             logprobs["tokens"].append(piece)
             logprobs["token_logprobs"].append(None if is_first else _finite(choice.logprob))
             logprobs["top_logprobs"].append(None if is_first else top)

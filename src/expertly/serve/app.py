@@ -25,7 +25,7 @@ from expertly.serve.messages import CountRequest, MessagesAnswer, MessagesReques
 from expertly.serve.reading import Bodies
 from expertly.serve.request import ServedRequest
 from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
-from expertly.serve.schema import ChatRequest, CompletionRequest
+from expertly.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from expertly.serve.service import Service
 from expertly.serve.settings import host_of, is_key, is_loopback
 from expertly.serve.view import View, dashboard_page
@@ -33,14 +33,19 @@ from expertly.serve.view import View, dashboard_page
 OPEN_PATHS = ("/", "/health", "/ready")
 """Paths that need no key, as they reveal nothing of requests."""
 
+COMMENT_S = 10.0
+"""How long a stream may be silent: while its request waits, its prompt is read, or a call is written."""
+
 Answer = ChatAnswer | CompletionAnswer | ResponsesAnswer | MessagesAnswer
 Result = TypeVar("Result")
 
 log = logging.getLogger("expertly.serve")
 
 
-def make_app(service: Service, view: View, keys: Sequence[str], bodies: Bodies) -> ASGIApp:
-    """The ASGI application. It accepts requests once `service.scheduler` has been started."""
+def make_app(service: Service, view: View, keys: Sequence[str], bodies: Bodies, root_path: str = "") -> ASGIApp:
+    """The ASGI application. It accepts requests once `service.scheduler` has been started. `root_path`: what a proxy
+    puts before its paths, whether or not it is cut off before they come here.
+    """
     app = FastAPI(openapi_url=None)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_gone)
@@ -48,47 +53,48 @@ def make_app(service: Service, view: View, keys: Sequence[str], bodies: Bodies) 
         app.add_exception_handler(bug, _on_bug)
     _add_state(app, service, view)
     _add_texts(app, service, bodies)
-    return Guard(app, keys)
+    return Guard(app, keys, root_path)
 
 
 def _add_state(app: FastAPI, service: Service, view: View) -> None:
     scheduler = service.scheduler
     html, headers = dashboard_page()
+    get = partial(app.api_route, methods=["GET", "HEAD"])
 
-    @app.get("/")
+    @get("/")
     async def dashboard() -> Response:
         return HTMLResponse(html, headers=headers)
 
-    @app.get("/health")
+    @get("/health")
     async def health() -> Response:
         if scheduler.problem is not None:
             return JSONResponse({"status": "stopped", "reason": scheduler.problem}, 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready")
+    @get("/ready")
     async def ready() -> Response:
         if scheduler.problem is not None or scheduler.is_draining:
             return JSONResponse({"status": "draining" if scheduler.is_draining else "stopped"}, 503)
         return JSONResponse({"status": "ready"})
 
-    @app.get("/v1/models")
+    @get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [service.about]})
+        return JSONResponse({"object": "list", "data": [service.about | {"id": name} for name in service.names]})
 
-    @app.get("/v1/models/{name:path}")
+    @get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         service.check_model(name)
-        return JSONResponse(service.about)
+        return JSONResponse(service.about | {"id": name})
 
-    @app.get("/v1/experts")
+    @get("/v1/experts")
     def experts() -> Response:
         return JSONResponse(view.experts())
 
-    @app.get("/v1/state")
+    @get("/v1/state")
     def state() -> Response:
         return JSONResponse(view.state())
 
-    @app.get("/metrics")
+    @get("/metrics")
     def metrics() -> Response:
         return Response(view.metrics(), media_type=CONTENT_TYPE_LATEST)
 
@@ -119,6 +125,17 @@ def _add_texts(app: FastAPI, service: Service, bodies: Bodies) -> None:
         async with bodies.read(request, CountRequest) as asked:
             return JSONResponse(await service.count(asked))
 
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        async with bodies.read(request, TokenizeRequest) as asked:
+            return JSONResponse(await service.tokenize(asked))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        async with bodies.read(request, DetokenizeRequest) as asked:
+            service.check_model(asked.model)
+            return JSONResponse({"prompt": await service.prompts.text_of(asked.tokens)})
+
 
 async def _all(request: ServedRequest) -> list[Any]:
     return [delta async for delta in request]
@@ -137,6 +154,21 @@ async def _events(answer: Answer) -> AsyncIterator[bytes]:
         yield _as_event(answer.failure(_as_told(error)))
 
 
+async def _with_comments(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The events, and a comment wherever none came for a while: proxies and clients give a silent stream up."""
+    coming = asyncio.ensure_future(anext(events, b""))
+    try:
+        while True:
+            while not (await asyncio.wait((coming,), timeout=COMMENT_S))[0]:
+                yield b": keep-alive\n\n"
+            if not (event := coming.result()):
+                return
+            yield event
+            coming = asyncio.ensure_future(anext(events, b""))
+    finally:
+        coming.cancel()
+
+
 def _as_event(value: Any) -> bytes:
     """One server-sent event, named by its type where it has one."""
     name = f"event: {value['type']}\n".encode() if "type" in value else b""
@@ -149,7 +181,7 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[bytes], closed: Callable[[], None]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(_with_comments(events), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._closed = closed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,17 +214,22 @@ async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
 class Guard:
     """The outermost layer: checks keys and host names."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str) -> None:
         self._app = app
         self._keys = keys
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._error(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
+        scope["root_path"] = self._root_path
+        error = self._error(scope) if scope["type"] == "http" else None
         await (self._app if error is None else _error_response(error, scope["path"]))(scope, receive, send)
 
-    def _error(self, path: str, headers: Headers) -> ApiError | None:
+    def _error(self, scope: Scope) -> ApiError | None:
+        headers, server = Headers(scope=scope), scope.get("server")
         hosts = headers.getlist("host")
         if not self._keys:  # any web page could use the server under another name
+            if server is not None and server[1] is None:  # a Unix socket, which no browser reaches
+                return None
             host = host_of(hosts[0]) if len(hosts) == 1 else None
             if host is None or not is_loopback(host):
                 return ApiError(403, "Host: accepted without a key: localhost or its address", code="wrong_host")
@@ -200,7 +237,8 @@ class Guard:
         shown = headers.getlist("authorization")
         scheme, _, key = (shown[0] if len(shown) == 1 else "").partition(" ")
         shown = [key.strip()] if scheme.lower() == "bearer" else []
-        if path in OPEN_PATHS or any(is_key(key, self._keys) for key in [*shown, *headers.getlist("x-api-key")]):
+        is_open = scope["path"].removeprefix(self._root_path) in OPEN_PATHS
+        if is_open or any(is_key(key, self._keys) for key in [*shown, *headers.getlist("x-api-key")]):
             return None
         sentence = "Authorization: accepted: Bearer and a key of this server, or x-api-key with it"
         challenge = {"WWW-Authenticate": "Bearer"}

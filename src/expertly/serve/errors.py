@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 MAX_MESSAGE = 500
@@ -50,3 +51,16 @@ def busy(message: str, code: str, **headers: str) -> ApiError:
 def failed(message: str) -> ApiError:
     """A request was accepted and then failed."""
     return ApiError(500, message, kind="server_error", code="step_failed")
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about fields of a chat request, by their names in another API."""
+    try:
+        yield
+    except ApiError as error:
+        for field, name in names.items():
+            if error.param is not None and f"{error.param}.".startswith(f"{field}."):
+                error.param, error.message = (text.replace(field, name, 1) for text in (error.param, error.message))
+                break
+        raise

@@ -54,6 +54,9 @@ PLAIN_TEMPLATE = "{%- for message in messages -%}{{ message['content'] | trim }}
 _LANES = ("templates", "prompts", "long-prompts")
 """What waits in one thread for others of its kind, and for nothing else."""
 
+ENDINGS = {"add_generation_prompt", "continue_final_message"}
+"""Parameters of `apply_chat_template` that a request may set."""
+
 Result = TypeVar("Result")
 
 log = logging.getLogger("expertly.serve")
@@ -96,7 +99,7 @@ class Prompts:
         self._takes_tools = "tools" in source
         known = None if is_plain or model is None else known_template(tokenizer, model)
         self.answers = AnswerFormat(known, thinks="<think>" in source)
-        self._own_names = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._own_names = set(inspect.signature(tokenizer.apply_chat_template).parameters) - ENDINGS
 
     async def of_messages(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]
@@ -122,12 +125,12 @@ class Prompts:
             raise invalid(str(error), "messages") from None
         return await self._encoded(text, "messages", add_special_tokens=self._is_plain), text
 
-    async def of_text(self, prompt: str | list[int]) -> list[int]:
-        """The tokens of a text, with those that the tokenizer puts before it, or tokens as they are. Raises ApiError
-        where there are none or too many, or one is none of the model's.
+    async def of_text(self, prompt: str | list[int], special: bool = True) -> list[int]:
+        """The tokens of a text, with those that the tokenizer puts before it (`special`), or tokens as they are. Raises
+        ApiError where there are none or too many, or one is none of the model's.
         """
         if isinstance(prompt, str):
-            return await self._encoded(prompt, "prompt")
+            return await self._encoded(prompt, "prompt", add_special_tokens=special)
         self.check_tokens(prompt, "prompt")
         return prompt
 
@@ -143,6 +146,13 @@ class Prompts:
         with tokenizer_errors("the model's tokenizer cannot write these tokens", ConfigError), self._reader_lock:
             options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
             return str(self.tokenizer.decode(list(tokens), **options))
+
+    async def text_of(self, tokens: list[int]) -> str:
+        """The text of any number of tokens, special ones too. No answer waits for it."""
+        self.check_tokens(tokens, "tokens")
+        decode = partial(self._writer.decode, tokens, clean_up_tokenization_spaces=False)
+        with tokenizer_errors("the model's tokenizer cannot write these tokens", ConfigError):
+            return await self._in("long-prompts", decode)
 
     def piece(self, token: int) -> tuple[str, bytes]:
         """One token alone: its text, and its bytes, which may be a part of a character."""

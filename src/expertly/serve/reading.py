@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
@@ -125,19 +126,36 @@ def check(model: type[Checked], value: object) -> Checked:
 
 
 def _from_pydantic(error: ValidationError) -> ApiError:
-    every = error.errors(include_url=False, include_context=False, include_input=False)
-    outer, unions = every[0]["loc"][:-1], ("function-", "tagged-", "list[", "constrained-", "literal[", "item-")
-    first = every[0]
-    if first["loc"][-1:] == ("str",):  # of what may be a text or a list: a list's are of its length, or go deeper
-        near = [problem for problem in every if problem["loc"][: len(outer)] == outer]
-        first = max(near, key=lambda problem: (problem["type"] in ("too_long", "too_short"), len(problem["loc"])))
-    path = [str(part) for part in first["loc"] if part != "str" and not str(part).startswith(unions)]
-    message = first["msg"]
+    every = error.errors(include_url=False, include_context=False)
+    field = every[0]["loc"]
+    field = field[: next((place for place, part in enumerate(field) if _is_type(part)), len(field))]
+    of_field = [problem for problem in every if problem["loc"][: len(field)] == field]
+    # of the types that a value may be of it is the one that it gets furthest with
+    first = max(of_field, key=lambda each: (not _is_of_type(each), len(each["loc"]), str(each["loc"][-1:])))
+    path = [str(part) for part in first["loc"] if not _is_type(part) and part != "[key]"]
+    message, value = first["msg"], first["input"]
+    if _is_of_type(first):
+        alike = [each["msg"] for each in of_field if _is_of_type(each) and each["loc"][:-1] == first["loc"][:-1]]
+        message = " or ".join(dict.fromkeys(alike)).replace(" or Input should be ", " or ")
     if first["type"] == "value_error":  # one of ours, which begins with the field
         name, _, message = message.removeprefix("Value error, ").partition(": ")
         path.append(name)
     elif first["type"] == "model_type":  # its message names our class
         message = "must be an object"
+    if isinstance(value, bool | float | str | None) or (isinstance(value, int) and abs(value) < 1 << 64):
+        message += f", not {json.dumps(value, ensure_ascii=False):.80}"
     param = ".".join(path)[:200] or None
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
     return invalid(f"{param or 'the body'}: {message}", param, code)
+
+
+def _is_type(part: int | str) -> bool:
+    """Whether a part of an error's place is no field, but a type that a value may be of."""
+    types = ("function-", "tagged-", "list[", "constrained-", "literal[", "item-")
+    return isinstance(part, str) and (part == "str" or part[:1].isupper() or part.startswith(types))
+
+
+def _is_of_type(problem: Any) -> bool:
+    """Whether an error says that a value is of another type."""
+    is_choice = problem["type"] == "literal_error"
+    return str(problem["type"]).endswith("_type") or (is_choice and not isinstance(problem["input"], str))

@@ -16,11 +16,12 @@ from expertly.serve.request import Delta, ServedRequest
 from expertly.serve.schema import (
     AnyTool,
     CalledFunction,
+    Choice,
     Content,
-    Count,
     Effort,
     FormatType,
     Function,
+    Limit,
     Message,
     Name,
     Strict,
@@ -109,14 +110,18 @@ class TextWish(Strict):
     format: TextFormat | None = None
 
 
+CHAT_FIELDS = {"messages": "input", "response_format.json_schema": "text.format", "response_format": "text.format"}
+"""Fields of the chat request that a ResponsesRequest becomes, and what they are called here."""
+
+
 class ResponsesRequest(Tuning):
     """Nothing is stored: each request brings the whole conversation."""
 
     input: str | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True)]
     instructions: str | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: Limit = None
     tools: Annotated[list[Tools], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | AnyTool | None = None
+    tool_choice: Choice | AnyTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningWish | None = None
     text: TextWish | None = None

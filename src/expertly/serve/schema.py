@@ -28,7 +28,9 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Biases = dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
-Count = Annotated[Whole, Field(ge=1, le=MAX_TOKEN)]
+Count = Annotated[Whole, Field(ge=1)]
+Limit = Annotated[Count | None, BeforeValidator(lambda value: None if value == -1 else value)]
+"""Tokens to write, at most; None, and -1 as other servers have it: as many as the context leaves."""
 Name = Annotated[str, Field(max_length=256)]
 FunctionLabel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 Variables = Annotated[dict[str, Any], Field(max_length=64)]
@@ -83,7 +85,7 @@ def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
 class Tuning(Strict):
     """What all APIs share: OpenAI's fields, then those of other servers."""
 
-    model: str = Field(max_length=512)
+    model: Annotated[str, Field(max_length=512)] | None = None  # default: the one that there is
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # defaults: those of Sampling
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -102,7 +104,6 @@ class Tuning(Strict):
             ("guided_regex", "guided_choice", "guided_grammar", "grammar"),
             "answers can follow a JSON schema, no other grammar; use response_format",
         ),
-        "continue_final_message": "an answer is a message of its own; use /v1/completions to continue a text",
         "min_tokens": "give the token that ends a text a logit_bias of -100",
         "use_beam_search": "tokens are sampled one after the other",
     }
@@ -249,17 +250,23 @@ def named(name: str) -> NamedTool:
     return NamedTool(type="function", function=FunctionName(name=name))
 
 
+Choice = Literal["none", "auto", "required", "any"]
+"""Of tools; "any" is other servers' word for "required"."""
+
+
 class ChatRequest(Generation):
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048, fail_fast=True)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None  # the newer name of max_tokens
+    max_tokens: Limit = None
+    max_completion_tokens: Limit = None  # the newer name of max_tokens
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Choice | NamedTool | None = None
     parallel_tool_calls: bool | None = None  # false: only the first call is told
     reasoning_effort: Effort | None = None  # told to the chat template; one that does not read it thinks as it likes
     chat_template_kwargs: Variables | None = None  # not OpenAI's: more variables for the chat template
+    continue_final_message: bool | None = None  # not OpenAI's: the answer goes on where the last message ends
+    add_generation_prompt: bool | None = None  # not OpenAI's: false: the template opens no answer
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None  # this is a text model
     cannot: ClassVar[dict[str, str]] = Generation.cannot | {
         "audio": "this is a text model",
@@ -270,13 +277,19 @@ class ChatRequest(Generation):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only for logprobs=true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: the same thing as max_completion_tokens; accepted: one of them")
         if self.forced == []:
             names = [tool.function.name for tool in self.offered]
-            raise ValueError(f"tool_choice: accepted: a function among tools, others are ignored: {names}")
+            accepted = names or "auto or none"
+            raise ValueError(f"tool_choice: accepted where tools of other types than function are ignored: {accepted}")
+        last = self.messages[-1]
+        if self.continue_final_message and (last.role != "assistant" or last.tool_calls or not last.text):
+            raise ValueError("continue_final_message: accepted: where the last message is an assistant's text")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("add_generation_prompt: accepted: false with continue_final_message")
         if self.grammar is not None and self.offered:
             raise ValueError("response_format: accepted: type text where tools may be called")
         return self
@@ -287,14 +300,17 @@ class ChatRequest(Generation):
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             return [tool for tool in self.offered if tool.function.name == name]
-        return self.offered if self.tool_choice == "required" else None
+        return self.offered if self.tool_choice in ("required", "any") else None
 
     @property
     def variables(self) -> dict[str, Any]:
         """Variables for the chat template, beside messages and tools."""
         effort = self.reasoning_effort
         thinking = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        return thinking | (self.chat_template_kwargs or {})
+        goes_on = bool(self.continue_final_message)
+        begins = not goes_on and self.add_generation_prompt is not False
+        ending = {"continue_final_message": goes_on, "add_generation_prompt": begins}
+        return ending | thinking | (self.chat_template_kwargs or {})
 
     @property
     def limit(self) -> int | None:
@@ -316,12 +332,12 @@ Prompts = (
 
 class CompletionRequest(Generation):
     prompt: Prompts
-    max_tokens: Count | None = None  # default: 16
-    logprobs: Annotated[Whole, Field(ge=0, le=5)] | None = None
+    max_tokens: Limit = 16  # OpenAI's default
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
+    best_of: Whole | None = None
     cannot: ClassVar[dict[str, str]] = Generation.cannot | {
         "suffix": "text is continued, not filled in; accepted: null",
-        "best_of": "none is chosen among several; use n",
     }
 
     @property
@@ -329,3 +345,17 @@ class CompletionRequest(Generation):
         """One prompt for each text, as text or as tokens."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+class TokenizeRequest(Strict):
+    """vLLM's: a `prompt`, or the fields of a chat request."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True  # to a prompt; a chat template writes its own
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    model: Name | None = None
+    tokens: Tokens

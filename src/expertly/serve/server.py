@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import signal
 import socket
 import threading
@@ -37,7 +38,7 @@ _LAST_WORDS_S = 5.0
 _FORCED_LAST_WORDS_S = 1.0
 """The same where a second signal ends the server."""
 
-SILENT_S = 30.0
+SILENT_S = 75.0
 """A connection that has brought no request for so long is closed, also one that sends its headers byte by byte; and one
 whose client has read nothing of its answer, whose request then ends.
 """
@@ -90,8 +91,10 @@ def assemble(
     reason = why_not_together(model, PAGE_TOKENS)
     if reason is not None:
         room = replace(room, is_one_at_a_time=True, max_running=MAX_CHOICES)
-    head = {"id": options.served_name, "object": "model", "created": int(time.time()), "owned_by": "expertly"}
+    names = options.served_names
+    head = {"id": names[0], "object": "model", "created": int(time.time()), "owned_by": "expertly"}
     facts = {  # what OpenAI has no field for
+        "names": names,
         "context": room.context,
         "family": model.config.model_type,
         "system": stats["system"],
@@ -102,7 +105,7 @@ def assemble(
         "memory": memory,
         "rounding": stats["rounding"],
     }
-    about = {**head, "expertly": facts}
+    about = {**head, "max_model_len": room.context, "expertly": facts}
     service = Service(about, prompts, RequestScheduler(room), end_tokens(model), stop_strings(model))
     view = View(about, loaded, service.scheduler)
 
@@ -113,7 +116,8 @@ def assemble(
         return Batch(model, limits, sampler.choose, failed)
 
     bodies = Bodies(options.max_body, MIN_VALUES + 2 * room.context)
-    return Assembled(model, make_app(service, view, keys, bodies), service, view, bodies, make)
+    app = make_app(service, view, keys, bodies, options.root_path or "")
+    return Assembled(model, app, service, view, bodies, make)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -198,7 +202,8 @@ class ApiServer(uvicorn.Server):
         silent_s: float = SILENT_S,
     ) -> None:
         quiet = {"lifespan": "off", "log_config": None, "access_log": False, "server_header": False}
-        patience: Any = {"timeout_graceful_shutdown": int(_LAST_WORDS_S), **quiet}
+        ends_s = {"timeout_graceful_shutdown": int(_LAST_WORDS_S), "timeout_keep_alive": math.ceil(silent_s)}
+        patience: Any = {**ends_s, **quiet}
         super().__init__(uvicorn.Config(assembled.app, http=Connection, ws="none", **patience))
         self._service = assembled.service
         self._make = assembled.make

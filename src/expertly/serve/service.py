@@ -8,19 +8,24 @@ from dataclasses import replace
 
 from expertly.model.answers import AnswerReader
 from expertly.serve.answers import ChatAnswer, CompletionAnswer, Json
-from expertly.serve.errors import ApiError, invalid
+from expertly.serve.errors import ApiError, invalid, renamed
 from expertly.serve.grammar import Grammars
 from expertly.serve.messages import CountRequest, MessagesAnswer, MessagesRequest
 from expertly.serve.prompts import Prompts, as_told
 from expertly.serve.reading import check
 from expertly.serve.request import ServedRequest
-from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
+from expertly.serve.responses import CHAT_FIELDS, ResponsesAnswer, ResponsesRequest
 from expertly.serve.sampling import Sampling
 from expertly.serve.scheduler import RequestScheduler
-from expertly.serve.schema import MAX_CHOICES, ChatRequest, CompletionRequest, Generation, Tuning, unknown_fields
-
-DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default for /v1/completions. A chat answer may fill the rest of the context."""
+from expertly.serve.schema import (
+    MAX_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    TokenizeRequest,
+    Tuning,
+    unknown_fields,
+)
 
 MAX_IGNORED_NAMED = 100
 """How many fields without effect the log names."""
@@ -38,6 +43,7 @@ class Service:
         self, about: Json, prompts: Prompts, scheduler: RequestScheduler, ends: Sequence[int], stops: Sequence[str]
     ) -> None:
         self.about = about
+        self.names: list[str] = about["expertly"]["names"]
         self.prompts = prompts
         self.scheduler = scheduler
         self._ends = tuple(ends)
@@ -50,10 +56,11 @@ class Service:
         return ChatAnswer(asked, self.prompts, *await self._conversation(asked))
 
     async def respond(self, asked: ResponsesRequest) -> ResponsesAnswer:
-        return ResponsesAnswer(asked, *await self._conversation(self._as_chat(asked)))
+        with renamed(CHAT_FIELDS):
+            return ResponsesAnswer(asked, *await self._conversation(self._as_chat(asked)))
 
     async def message(self, asked: MessagesRequest) -> MessagesAnswer:
-        return MessagesAnswer(asked, self.prompts, *await self._conversation(self._as_chat(asked), is_cut=True))
+        return MessagesAnswer(asked, self.prompts, *await self._conversation(self._as_chat(asked)))
 
     async def count(self, asked: CountRequest) -> Json:
         chat = self._as_chat(asked)
@@ -65,8 +72,10 @@ class Service:
         num_texts = len(asked.prompts) * (asked.n or 1)
         if num_texts > MAX_CHOICES:
             raise invalid(f"n: {len(asked.prompts)} prompts, {asked.n} texts each; accepted: {MAX_CHOICES} in all", "n")
-        limit = asked.max_tokens or DEFAULT_COMPLETION_TOKENS
+        if asked.best_of not in (None, asked.n or 1):
+            raise invalid("best_of: none is chosen among several; accepted: the value of n", "best_of")
         prompts = [await self.prompts.of_text(prompt) for prompt in asked.prompts]
+        limit = self._limit(asked.max_tokens, max(map(len, prompts)), "prompt")
         self.scheduler.check_size([len(prompt) for prompt in prompts], limit, asked.n or 1, "prompt")
         sampling = asked.sampling(asked.logprobs)
         if asked.grammar is not None:
@@ -77,6 +86,20 @@ class Service:
             raise invalid("prompt: holds a token that ends a text, behind which echo has no logprobs", "prompt")
         request = self._request(asked, prompts, limit, sampling, scores_prompt=scores_prompt)
         return CompletionAnswer(asked, self.prompts, request)
+
+    async def tokenize(self, asked: TokenizeRequest) -> Json:
+        """As vLLM answers."""
+        self.check_model(asked.model)
+        if asked.prompt is not None:
+            tokens = await self.prompts.of_text(asked.prompt, asked.add_special_tokens)
+        else:
+            if "messages" not in (asked.model_extra or {}):
+                raise invalid("prompt: required, or messages", "prompt", "missing_required_parameter")
+            chat = check(ChatRequest, asked.model_extra)
+            tokens, _ = await self.prompts.of_messages(chat.messages, chat.offered, chat.variables)
+        names = self.prompts.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+        length = self.scheduler.room.context
+        return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": names}
 
     def start(self, request: ServedRequest) -> None:
         """Run the request, or queue it. Raises ApiError."""
@@ -95,15 +118,24 @@ class Service:
         self.prompts.close()
         self._grammars.close()
 
-    def check_model(self, name: str) -> None:
-        """Raises ApiError where the name is another model's."""
-        if name != self.about["id"]:
-            sentence = f"the model {name!r} is not here; accepted: {self.about['id']!r}"
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError where the name is another model's; none is this one's."""
+        if name is not None and name not in self.names:
+            sentence = f"the model {name!r} is not here; accepted: {', '.join(map(repr, self.names))}"
             raise ApiError(404, sentence, param="model", code="model_not_found")
+
+    def _limit(self, limit: int | None, num_prompt: int, param: str) -> int:
+        """How many tokens a text may have behind a prompt: at most `limit`, and what the context leaves."""
+        context = self.scheduler.room.context
+        if num_prompt >= context:
+            sentence = f"{param}: {num_prompt} tokens; accepted: {context} together with those to write (--context)"
+            raise invalid(sentence, param, "context_length_exceeded")
+        return min(limit or context, context - num_prompt)
 
     def _check(self, asked: Tuning) -> None:
         """Check its model, and name fields and tools that nothing reads in the log, each once."""
         self.check_model(asked.model)
+        asked.model = asked.model or self.names[0]
         for name in unknown_fields(asked):
             if name not in self._ignored and len(self._ignored) < MAX_IGNORED_NAMED:
                 self._ignored.add(name)
@@ -113,15 +145,10 @@ class Service:
         self._check(asked)
         return check(ChatRequest, asked.as_chat())
 
-    async def _conversation(
-        self, asked: ChatRequest, is_cut: bool = False
-    ) -> tuple[ServedRequest, dict[int, AnswerReader]]:
-        """A request for the next message, and the readers that split each of its texts into parts. `is_cut`: it may
-        end with the context, however many tokens it may have.
-        """
+    async def _conversation(self, asked: ChatRequest) -> tuple[ServedRequest, dict[int, AnswerReader]]:
+        """A request for the next message, and the readers that split each of its texts into parts."""
         prompt, begun = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
-        left = max(1, self.scheduler.room.context - len(prompt))
-        limit = min(asked.limit or left, left) if is_cut else asked.limit or left
+        limit = self._limit(asked.limit, len(prompt), "messages")
         self.scheduler.check_size([len(prompt)], limit, asked.n or 1, "messages")
         sampling = asked.sampling((asked.top_logprobs or 0) if asked.logprobs else None)
         is_forced, answers = asked.forced is not None, self.prompts.answers

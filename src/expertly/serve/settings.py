@@ -10,17 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertly.core.errors import ConfigError
-from expertly.options import ADVANCED, MODEL_HELP, LoadOptions, argument, option
+from expertly.options import ADVANCED, MODEL_HELP, LoadOptions, argument, checked, names, option
 
 MIN_KEY = 16
 """Characters of a key; shorter keys can be guessed."""
+
+_root_path = checked(lambda text: text.rstrip("/"), "a path, as /llm", lambda path: path.startswith("/"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     api_key_file: str | None = option(None, "a file of keys that clients must have one of, one a line", metavar="FILE")
-    name: str | None = option(None, "the model's name for clients (default: that of MODEL)", metavar="NAME")
+    name: Sequence[str] | str | None = option(
+        None, "the model's name for clients (default: that of MODEL); or several, with commas", metavar="NAME",
+        is_several=True, flags=("--served-model-name", "--name"),
+    )  # fmt: skip
     context: int | None = option(None, "the longest text in tokens, prompt included (default: 4096)", least=1)
     max_running: int = option(16, "how many texts are written at a time", least=1)
     max_queue: int = option(256, "how many requests may wait", panel=ADVANCED)
@@ -31,15 +36,20 @@ class ServeOptions(LoadOptions):
     chat_template: str | None = option(
         None, "a Jinja template instead of the model's own", metavar="FILE", panel=ADVANCED
     )
+    root_path: str | None = option(
+        None, "the path under which a proxy shows this server, as /llm", metavar="PATH", type=_root_path, panel=ADVANCED
+    )
     drain_seconds: int = option(600, "how long running requests may take to end after SIGTERM", panel=ADVANCED)
 
     @property
-    def served_name(self) -> str:
-        """A hub id as it is; of a folder its last part, as clients need not know where it lies."""
-        if self.name or self.model is None:
-            return self.name or "demo"
-        path = Path(self.model)
-        return path.resolve().name if path.exists() else self.model
+    def served_names(self) -> list[str]:
+        """Those that were stated; else a hub id as it is, and of a folder its last part, as clients need not know where
+        it lies. Raises ConfigError.
+        """
+        if self.name:
+            return names("served_model_name", self.name if isinstance(self.name, str) else ",".join(self.name))
+        path = Path(self.model or "demo")
+        return [path.resolve().name if self.model and path.exists() else str(self.model or "demo")]
 
     def template(self) -> str | None:
         """The text of `chat_template`. Raises ConfigError."""

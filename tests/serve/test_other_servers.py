@@ -1,0 +1,191 @@
+"""What clients of other local servers send and expect, beside OpenAI's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from expertly.cli.main import main
+from expertly.serve import app
+from expertly.serve.server import SILENT_S, ApiServer
+from tests.commands import RunningCommand
+from tests.serve.conftest import KEY, Serving, assembled_for, greedy, room_for, running, served
+from tests.serve.scripted import scripted
+
+SAID = [{"role": "user", "content": "Hello"}]
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+def post(serving: Serving, path: str, **body: Any) -> httpx.Response:
+    with serving.http() as client:
+        return client.post(path, json=body)
+
+
+WRONG: list[tuple[str, dict[str, Any], str, str]] = [
+    ("completions", {"stop": [""]}, "stop.0", 'at least 1 character, not ""'),
+    ("completions", {"stop": ["a"] * 17}, "stop", "at most 16 items"),
+    ("completions", {"stop": {"a": 1}}, "stop", "a valid string or a valid list"),
+    ("completions", {"prompt": [5, "a"]}, "prompt.1", 'a valid integer, not "a"'),
+    ("completions", {"prompt": [-1]}, "prompt.0", "greater than or equal to 0, not -1"),
+    ("completions", {"prompt": 5}, "prompt", "a valid string or a valid list, not 5"),
+    ("completions", {"prompt": "a " * 600}, "prompt", "accepted: 512 together with those to write"),
+    ("completions", {"max_tokens": 0}, "max_tokens", "greater than or equal to 1, not 0"),
+    ("completions", {"best_of": 3}, "best_of", "the value of n"),
+    ("completions", {"logit_bias": {"a": 1}}, "logit_bias.a", "match pattern"),
+    ("chat/completions", {"tool_choice": "f"}, "tool_choice", "'required' or 'any', not \"f\""),
+    ("chat/completions", {"tool_choice": {"type": "any"}}, "tool_choice.type", "'function', not \"any\""),
+    ("chat/completions", {"tool_choice": "any"}, "tool_choice", "ignored: auto or none"),
+    ("chat/completions", {"tool_choice": FUNCTION, "tools": []}, "tool_choice", "ignored: auto or none"),
+    ("chat/completions", {"temperature": 2.5}, "temperature", "less than or equal to 2, not 2.5"),
+    ("chat/completions", {"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content.0", 'not "a"'),
+    ("chat/completions", {"continue_final_message": True}, "continue_final_message", "an assistant's text"),
+    ("responses", {"input": "a " * 600}, "input", "accepted: 512 together"),
+    ("responses", {"input": None}, "input", "a valid string or a valid list, not null"),
+    ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format", "required"),
+    ("tokenize", {}, "prompt", "required, or messages"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "said"), WRONG)
+def test_an_error_names_field_value_and_what_is_accepted(
+    serving: Serving, path: str, fields: dict[str, Any], param: str, said: str
+) -> None:
+    whole = {"completions": {"prompt": "a"}, "chat/completions": {"messages": SAID}, "responses": {"input": "a"}}
+    got = post(serving, f"/v1/{path}" if path in whole else f"/{path}", **(whole.get(path, {}) | fields))
+    error = got.json()["error"]
+    assert (got.status_code, error["param"]) == (400, param)
+    assert error["message"].startswith(f"{param}: ") and said in error["message"]
+
+
+@pytest.mark.parametrize("limit", [-1, None, 10**6, 10**12])
+def test_a_limit_above_the_context_is_the_context(demo: tuple[Any, Any], limit: int | None) -> None:
+    with served(*demo, room_for(context=64, max_running=4)) as serving:
+        bias = {str(demo[1].eos_token_id): -100}
+        for path, more in ("completions", {"prompt": "The sea"}), ("chat/completions", {"messages": SAID}):
+            got = post(serving, f"/v1/{path}", **more, max_tokens=limit, logit_bias=bias).json()
+            assert got["usage"]["total_tokens"] == 64 and got["choices"][0]["finish_reason"] == "length"
+        told = post(serving, "/v1/responses", input="Hello", max_output_tokens=limit, logit_bias=bias).json()
+        assert told["status"] == "incomplete" and told["usage"]["total_tokens"] == 64
+
+
+def test_logprobs_of_no_alternatives_are_those_of_the_chosen_tokens(serving: Serving) -> None:
+    got = serving.complete("The sea", 3, logprobs=0).choices[0].logprobs
+    assert [list(top.items()) for top in got.top_logprobs] == [
+        [pair] for pair in zip(got.tokens, got.token_logprobs, strict=True)
+    ]
+    unlikely = serving.complete("The sea", 1, logprobs=1, logit_bias={"500": 100}).choices[0].logprobs
+    assert len(unlikely.top_logprobs[0]) == 2 and unlikely.tokens[0] in unlikely.top_logprobs[0]
+
+
+def test_the_last_message_is_continued(demo: tuple[Any, Any], serving: Serving) -> None:
+    """With and without a chat template; its spaces count as the template keeps them."""
+    talk = [*SAID, {"role": "assistant", "content": "I am the"}]
+    asked = {"messages": talk, "max_tokens": 8, "temperature": 0, "continue_final_message": True}
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '\n' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    with served(*demo, template=template) as templated:
+        for server, prompt in (serving, "Hello\n\nI am the"), (templated, "<user>Hello\n<assistant>I am the"):
+            got = post(server, "/v1/chat/completions", **asked, add_generation_prompt=False).json()
+            assert got["choices"][0]["message"]["content"] == greedy(*demo, prompt, 8)
+            assert post(server, "/tokenize", **asked).json()["tokens"] == demo[1].encode(prompt)
+        open_end = post(templated, "/tokenize", messages=SAID, add_generation_prompt=False).json()["tokens"]
+        assert demo[1].decode(open_end) == "<user>Hello\n"
+    both = post(serving, "/v1/chat/completions", **asked, add_generation_prompt=True)
+    assert both.json()["error"]["param"] == "add_generation_prompt"
+
+
+def test_tokens_of_texts_and_back(demo: tuple[Any, Any], serving: Serving) -> None:
+    text = "日本語 🙂 <|endoftext|> the sea"
+    tokens = demo[1].encode(text)
+    told = post(serving, "/tokenize", prompt=text, model="demo", return_token_strs=True).json()
+    strings = demo[1].convert_ids_to_tokens(tokens)
+    assert told == {"count": len(tokens), "max_model_len": 512, "tokens": tokens, "token_strs": strings}
+    assert post(serving, "/detokenize", tokens=tokens).json() == {"prompt": text}
+    assert post(serving, "/detokenize", tokens=[10**6]).json()["error"]["param"] == "tokens"
+    assert post(serving, "/tokenize", prompt="a", model="other").status_code == 404
+
+
+def test_a_model_of_several_names(demo: tuple[Any, Any]) -> None:
+    """Requests by any of them, and by none; all are listed with the longest text."""
+    with served(*demo, name=["one", "two,three"]) as serving:
+        listed = serving.client.models.list().data
+        assert [model.id for model in listed] == ["one", "two", "three"]
+        assert listed[0].model_extra is not None and listed[0].model_extra["max_model_len"] == 512
+        assert serving.client.models.retrieve("two").id == "two"
+        for name, told in ("one", "one"), ("three", "three"), (None, "one"):
+            assert serving.complete("a", 1, model=name).model == told
+        with pytest.raises(openai.NotFoundError, match="'demo' is not here; accepted: 'one', 'two', 'three'"):
+            serving.complete("a", 1, model="demo")
+
+
+def test_head_is_get_without_a_body_and_405_says_what_is_allowed(serving: Serving) -> None:
+    with serving.http() as client:
+        for path in ("/", "/health", "/ready", "/v1/models", "/v1/models/demo", "/v1/state", "/metrics"):
+            got, head = client.get(path), client.head(path)
+            assert (head.status_code, head.content, head.headers.keys()) == (200, b"", got.headers.keys()), path
+        assert {*client.post("/health").headers["allow"].split(", ")} == {"GET", "HEAD"}
+        assert client.head("/v1/completions").headers["allow"] == "POST"
+
+
+def test_the_path_of_a_proxy_may_be_cut_off_or_not(demo: tuple[Any, Any]) -> None:
+    with served(*demo, root_path="/llm", keys=(KEY,)) as serving, serving.http() as client:
+        for prefix in ("", "/llm"):
+            assert client.get(f"{prefix}/health").status_code == client.get(f"{prefix}/").status_code == 200
+            assert client.get(f"{prefix}/v1/models").status_code == 401
+            bearer = {"Authorization": f"Bearer {KEY}"}
+            assert client.get(f"{prefix}/v1/models", headers=bearer).json()["data"][0]["id"] == "demo"
+        assert client.get("/llmhealth").status_code == 401
+
+
+def test_a_silent_stream_has_comments(demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its request waits for another's end; clients do not see them."""
+    monkeypatch.setattr(app, "COMMENT_S", 0.05)
+    waits, goes_on = asyncio.Event(), []
+    assembled = scripted(assembled_for(*demo, room_for(max_running=1)), "Hello there", demo[1])
+    with running(assembled) as serving, serving.http() as client:
+        scheduler = serving.scheduler
+        loop = scheduler._loop
+        monkeypatch.setattr(scheduler, "_fits", lambda request: waits.is_set() and not scheduler.running)
+        body = {"prompt": "a", "stream": True, "max_tokens": 8}
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            for line in filter(None, stream.iter_lines()):
+                goes_on.append(line)
+                if len(goes_on) == 3:
+                    loop.call_soon_threadsafe(lambda: (waits.set(), scheduler._next()))
+        assert goes_on[:3] == [": keep-alive"] * 3 and goes_on[-1] == "data: [DONE]"
+        texts = [json.loads(line[6:])["choices"][0]["text"] for line in goes_on if line.startswith("data: {")]
+        assert "".join(texts) == "Hello there"
+
+
+def test_idle_connections_are_kept_longer_than_proxies_keep_theirs(demo: tuple[Any, Any]) -> None:
+    assert SILENT_S == 75 == ApiServer(assembled_for(*demo)).config.timeout_keep_alive
+
+
+@pytest.mark.slow
+def test_a_unix_socket(
+    start: Callable[..., RunningCommand], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which a killed server leaves behind, and the next one takes; not one that is in use, nor a file."""
+    path = tmp_path / "socket"
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        server = start("serve", "--uds", path, "--memory", "50%", "--context", "64", "--json")
+        server.wait_until(lambda server=server: "\n" in server.out)  # type: ignore[misc]
+        assert json.loads(server.out)["url"] == f"unix:{path}"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://any.name") as client:
+            assert client.get("/v1/models").json()["data"][0]["id"] == "demo"
+        assert main(["serve", "--uds", str(path)]) == 2
+        assert "another server does; accepted: a path that is free" in capsys.readouterr().err
+        server.send_signal(number)
+        server.exit_code(60)
+        assert path.exists() == (number == signal.SIGKILL)
+    (tmp_path / "file").write_text("kept")
+    assert main(["serve", "--uds", str(tmp_path / "file")]) == 2
+    assert (tmp_path / "file").read_text() == "kept" and "it is no socket" in capsys.readouterr().err
