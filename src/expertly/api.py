@@ -36,6 +36,7 @@ from expertly.model.hooks import between_passes, check_passes, experts_modules
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
 from expertly.model.programs import use_programs
+from expertly.model.stacks import use_stacks
 from expertly.model.tiled import use_tiles
 from expertly.native.kernels import choose_kernels
 from expertly.options import AUTO, LOAD_OPTIONS, LoadOptions, described
@@ -257,6 +258,7 @@ def _open_dense(chosen: _Chosen, engine: Engine) -> Any:
         use_graphs(loaded, home.kernels, recorder)
     if not home.device.queues_uses:
         use_programs(loaded, home.kernels)
+        use_stacks(loaded)
     if chosen.division.room is not None:
         check_passes(loaded, chosen.division.room.check)
     return loaded

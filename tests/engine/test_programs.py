@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeModel,
+    Qwen3MoeRMSNorm,
+    Qwen3MoeSparseMoeBlock,
+)
 
 import expertly
 from expertly.api import handle
@@ -205,6 +209,74 @@ def test_changes_and_hooks_are_heeded(cases: Cases) -> None:
         for changed in (model, plain):
             changed.set_attn_implementation("eager")
         assert num_same() >= 0, "attention is transformers'"
+
+
+def test_a_token_of_resident_experts_is_one_call(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of a stack run on until there is something to decide. A hook on one has each called by itself."""
+    case = cases["qwen3_moe"]
+    with loaded(case.store, system="resident", memory="100%") as model:
+        kernels, calls, (prompt, tokens) = handle(model).engine.shard.kernels, [], (case.prompts[0], case.tokens[0])
+        decode(model, prompt, tokens)
+        run = kernels.run_program
+
+        def counted(steps: Any, begin: int, most: int) -> tuple[int, int]:
+            if begin == 0:  # not behind a router that cannot tell
+                calls.append(most)
+            return run(steps, begin, most)
+
+        monkeypatch.setattr(kernels, "run_program", counted)
+        expected = decode(model, prompt, tokens)
+        calls.clear()
+        assert torch.equal(decode(model, prompt, tokens), expected)
+        assert len(calls) == len(tokens)
+        layers = model.model.layers
+        assert all(isinstance(layer, torch.nn.Module) for layer in layers), "whoever else asks gets the layers"
+        assert layers[:] is not layers and list(layers[:]) == list(layers)
+        seen: list[torch.Tensor] = []
+        hook = layers[1].register_forward_hook(lambda layer, inputs, out: seen.append(inputs[0]))
+        calls.clear()
+        assert torch.equal(decode(model, prompt, tokens), expected)
+        assert len(calls) == 3 * len(tokens) and len(seen) == 1 + len(tokens)
+        hook.remove()
+        calls.clear()
+        decode(model, prompt, tokens)
+        assert len(calls) == len(tokens)
+
+
+def test_whoever_looks_between_layers_sees_what_they_give(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks that change it, hidden states that are asked for, another forward of the stack."""
+    case = cases["qwen3_moe"]
+    prompt, tokens = case.prompts[0], case.tokens[0]
+    with loaded(case.store) as model, without_programs(case.store) as plain:
+        both = model, plain
+        decode(model, prompt, tokens)
+
+        def agree() -> bool:
+            return torch.equal(*(decode(it, prompt, tokens) for it in both))
+
+        assert agree()
+        hooks = [it.model.layers[1].register_forward_hook(lambda layer, inputs, out: out * 1.5) for it in both]
+        assert agree()
+        for hook in hooks:
+            hook.remove()
+        states = []
+        for it in both:
+            with torch.no_grad():
+                cache = it(torch.tensor([prompt]), use_cache=True).past_key_values
+                token = torch.tensor([tokens[:1]])
+                asked = it(token, past_key_values=cache, output_hidden_states=True)
+                states.append(asked.hidden_states)
+        assert len(states[0]) == 4 and all(map(torch.equal, *states))
+        seen = []
+
+        def forward(self: Any, input_ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
+            seen.extend(map(type, self.layers[: len(self.layers)]))
+            return original(self, input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+
+        original = Qwen3MoeModel.forward
+        monkeypatch.setattr(Qwen3MoeModel, "forward", forward)
+        assert agree()
+        assert all(issubclass(kind, torch.nn.Module) for kind in seen) and seen
 
 
 def test_an_observer_sees_every_layer(cases: Cases) -> None:

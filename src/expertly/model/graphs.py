@@ -26,7 +26,7 @@ from expertly.model.dense import ROUTER_NAMES, NamesAttention, eager_of, is_usua
 from expertly.model.hooks import CACHE, AsTried, experts_modules, look_alike, original_of
 from expertly.native.kernels import Kernels, UnsureError
 
-_NUM_COMPARED = 3
+NUM_COMPARED = 3
 """Tokens for which the graphs must give what the layer's own forward gives."""
 
 _TRIES = 8
@@ -76,7 +76,7 @@ def use_graphs(
         if (
             isinstance(router, nn.Module)
             and isinstance(attention, nn.Module)
-            and _looks_up(layer) | _looks_up(block) | _looks_up(router) <= _NAMES
+            and looks_up(layer) | looks_up(block) | looks_up(router) <= _NAMES
             and is_usual_attention(original_of(type(attention)), _ATTENTION_NAMES)
         ):
             original = type(layer)
@@ -86,7 +86,7 @@ def use_graphs(
             kernels.stopped["code that is not on a list"] += 1
 
 
-def _looks_up(module: nn.Module) -> set[str]:
+def looks_up(module: nn.Module) -> set[str]:
     code = getattr(inspect.unwrap(original_of(type(module)).forward), "__code__", None)
     return {"?"} if code is None else set(code.co_names)
 
@@ -95,7 +95,7 @@ def _forward_of(original: Any) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         graphs: LayerGraphs | None = self._expertly_graphs
         if graphs is not None and not args and graphs.takes(self, hidden_states, kwargs):
-            if graphs.num_compared == _NUM_COMPARED:
+            if graphs.num_compared == NUM_COMPARED:
                 return graphs.run(hidden_states, kwargs)
             if not graphs.prove(self, hidden_states, kwargs):
                 self._expertly_graphs = None

@@ -62,6 +62,9 @@ def _step(kind: str, arguments: Sequence[int], *, is_ready: bool = True) -> tupl
     return STEPS.index(kind), is_ready, *arguments, *(0,) * (_WIDTH - 2 - len(arguments))
 
 
+_END = _step("following", (), is_ready=False)
+
+
 def _again(func: Any, args: Any, kwargs: Any, made: Any) -> None:
     """An operation of torch, to where it wrote before."""
     results = func(*args, **kwargs)
@@ -129,11 +132,11 @@ class _Segment:
 
     def __init__(self, noted: _Noted, kernels: Kernels) -> None:
         self.steps, self.calls, self.kept, self._kernels = noted.steps, noted.calls, noted.kept, kernels
-        self._numbers = array("q", [number for step in noted.steps for number in step])
+        self._numbers = array("q", [number for step in (*noted.steps, _END) for number in step])
 
     def __call__(self) -> None:
         begin, end = 0, len(self.steps)
-        while (begin := self._kernels.run_program(self._numbers, begin, end)) < end:
+        while (begin := self._kernels.run_program(self._numbers, begin)[0]) < end:
             if begin not in self.calls:
                 raise UnsureError
             self.calls[begin]()
@@ -178,35 +181,46 @@ class LayerProgram(LayerGraphs):
     _projected: array[int] | None = None  # the call that puts keys and values into the cache
     _chosen: ChosenExperts | None = None
     _native_as: Any = None  # the attention of transformers that was native, without a mask
+    _is_attended = _ran_mixed = False  # whether the token's attention, its experts ran as steps
 
     def run(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        return run_programs((self,), hidden, (kwargs,))
+
+    def prepare(self, kwargs: dict[str, Any], may_run: bool) -> array[int]:
+        """Have those steps run by themselves that need nobody for this token; experts where they `may_run`. Returns all
+        of them.
+        """
         steps = self._assemble() if self._steps is None else self._steps
-        at, kernels, end = self._at, self._shared.kernels, len(steps) // _WIDTH
-        at.hidden.copy_(hidden)
-        is_native = self._place(kwargs)
-        steps[self._at_attention * _WIDTH + 1] = is_native
-        runtime, chosen = self._experts._expertly_runtime, self._chosen
-        if chosen is not None:
-            steps[self._at_experts * _WIDTH + 1] = not self._router._forward_hooks and runtime.may_run()
-        reached = kernels.run_program(steps, 0, end)
-        while reached < end:
-            if reached == self._at_attention:
-                self._attend(kwargs)
-            elif reached == self._at_experts:
-                self._mix()
-                chosen = None
-            elif reached in self._calls:
-                self._calls[reached]()
-            else:
-                args, named = at.routed[:2]
-                for place, part in zip(at.routed[2], self._router.forward(*args, **named), strict=True):
-                    place.copy_(part)
-            reached = kernels.run_program(steps, reached + 1, end)
-        if chosen is not None:
-            runtime.ran(self._layer, at.chosen[0], at.chosen[1], at.mixed, *chosen.numbers[-2:])
-        kernels.num_programs += 1
-        kernels.num_attention += is_native
-        return at.out.clone()  # type: ignore[no-any-return]
+        self._is_attended = steps[self._at_attention * _WIDTH + 1] = self._place(kwargs)
+        self._ran_mixed = self._chosen is not None
+        if self._ran_mixed:
+            steps[self._at_experts * _WIDTH + 1] = may_run and not self._router._forward_hooks
+        return steps
+
+    def take(self, step: int, kwargs: dict[str, Any]) -> None:
+        """A step that did not run by itself."""
+        if step == self._at_attention:
+            self._attend(kwargs)
+        elif step == self._at_experts:
+            self._mix()
+            self._ran_mixed = False
+        elif step in self._calls:
+            self._calls[step]()
+        else:
+            at = self._at
+            args, named = at.routed[:2]
+            for place, part in zip(at.routed[2], self._router.forward(*args, **named), strict=True):
+                place.copy_(part)
+
+    def goes_on_with(self, following: LayerProgram) -> bool:
+        """Whether the following program reads what this one gives, after the last step, which hands it over."""
+        steps, read = ((it._assemble() if it._steps is None else it._steps) for it in (self, following))
+        out, hidden = self._at.out, following._at.hidden
+        if (out.shape, out.dtype) != (hidden.shape, hidden.dtype) or not out.is_contiguous():
+            return False
+        arguments = out.nbytes, out.data_ptr(), hidden.data_ptr(), read.buffer_info()[0]
+        steps[-_WIDTH:] = array("q", _step("following", arguments))
+        return True
 
     def _assemble(self) -> array[int]:
         """One list of steps from the three that were recorded, with attention and experts between them."""
@@ -225,7 +239,7 @@ class LayerProgram(LayerGraphs):
         self._at_attention, self._at_experts = len(before.steps), len(before.steps) + 1 + len(between.steps)
         starts = (0, before), (self._at_attention + 1, between), (self._at_experts + 1, behind)
         self._calls = {start + number: call for start, part in starts for number, call in part.calls.items()}
-        every = [*before.steps, attend, *between.steps, mix, *behind.steps]
+        every = [*before.steps, attend, *between.steps, mix, *behind.steps, _END]
         self._steps = array("q", [number for numbers in every for number in numbers])
         calls = [numbers[_CALL] for numbers in before.steps if STEPS[numbers[0]] == "projections"]
         kept = {part.buffer_info()[0]: part for part in before.kept if isinstance(part, array)}
@@ -256,3 +270,31 @@ class LayerProgram(LayerGraphs):
             keys, values = room
             point_at(self._asked, keys, values, mask, self._shared.kernels.dtypes)
         return room is not None
+
+
+def run_programs(
+    programs: Sequence[LayerProgram], hidden: torch.Tensor, calls: Sequence[dict[str, Any]]
+) -> torch.Tensor:
+    """What layers give, each of which is called with the output of the one before. What leaves the last is copied: the
+    next token is computed in the same memory.
+    """
+    first, last = programs[0], len(programs) - 1
+    kernels, runtime = first._shared.kernels, first._experts._expertly_runtime
+    first._at.hidden.copy_(hidden)
+    may_run = runtime.may_run()
+    steps = [program.prepare(kwargs, may_run) for program, kwargs in zip(programs, calls, strict=True)]
+    number, end = 0, len(steps[last]) // _WIDTH - 1
+    step, num_further = kernels.run_program(steps[0], 0, last)
+    while True:
+        is_end = number + num_further == last and step == end
+        for program in programs[number : number + num_further + is_end]:
+            at, chosen = program._at, program._chosen
+            if program._ran_mixed and chosen is not None:
+                runtime.ran(program._layer, at.chosen[0], at.chosen[1], at.mixed, *chosen.numbers[-2:])
+            kernels.num_programs += 1
+            kernels.num_attention += program._is_attended
+        if is_end:
+            return programs[last]._at.out.clone()  # type: ignore[no-any-return]
+        number += num_further
+        programs[number].take(step, calls[number])
+        step, num_further = kernels.run_program(steps[number], step + 1, last - number)

@@ -43,7 +43,7 @@ those of a prompt for which a tile of quantised weights is decoded once.
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 30
+VERSION = 31
 """Of the interface that is called here; products.c says the same number."""
 
 PLAIN = (nn.Parameter, torch.Tensor)
@@ -90,7 +90,7 @@ where memory is short or the request is not one of theirs; `program` what progra
 
 STEPS = (
     *("norm", "projections", "attention", "router", "dots", "tiles", "experts", "add", "multiply", "looked up"),
-    "torch",
+    *("following", "torch"),
 )
 """The kinds of a program's steps, by the numbers of program.h; and what the caller has torch compute."""
 
@@ -565,15 +565,15 @@ class Kernels:
             self.tape.note("norm", (*arguments, double_bits(epsilon), out.data_ptr()), (x, weight, out))
         return out
 
-    def run_program(self, steps: array[int], begin: int, end: int) -> int:
-        """The steps of a program from `begin` on; the first that did not run, which the caller takes; `end`: all did.
-        Raises MemoryError.
+    def run_program(self, steps: array[int], begin: int, most: int = 0) -> tuple[int, int]:
+        """The steps of a program from `begin` on, and of up to `most` that follow it. Returns the step that did not
+        run, which the caller takes, and how many programs further it is. Raises MemoryError.
         """
         threads = min(torch.get_num_threads(), self.max_threads)
-        reached: int = self._call.program(self._level, threads, steps.buffer_info()[0], begin, end)
+        reached: int = self._call.program(self._level, threads, steps.buffer_info()[0], begin, most)
         if reached < 0:
             raise MemoryError(_FAILED)
-        return reached
+        return reached & 0xFFFFFFFF, reached >> 32
 
     def tile_decode(self, format: int, address: int, out: torch.Tensor) -> None:
         """The weights of a matrix alone, `out` [rows, width], from its blocks at `address`, rounded to its dtype."""

@@ -4,7 +4,7 @@
 
 #include <time.h>
 
-enum { NORM, PROJECTIONS, ATTENTION, ROUTER, DOTS, TILES, EXPERTS, ADD, MULTIPLY, LOOKED_UP };
+enum { NORM, PROJECTIONS, ATTENTION, ROUTER, DOTS, TILES, EXPERTS, ADD, MULTIPLY, LOOKED_UP, FOLLOWING };
 
 /* `at`: the arguments of the function of this kind, in order, numbers as int64_t, addresses and doubles as their bits. */
 typedef struct {
@@ -92,12 +92,16 @@ static int look_up(int64_t num, const uint16_t *x, const uint16_t *table, uint16
     return 0;
 }
 
-/* Steps begin to end. Returns the first that did not run: `end`, where all did; or -1 - its number where it failed. */
-int64_t expertly_program(int level, int num_threads, const step *steps, int64_t begin, int64_t end) {
+/* Steps from `begin` on, to the first that is not ready, as the last one of a program may be: it goes on with the program
+ * that follows, up to `most` times. Returns the number of the step that did not run, and how many programs further it is,
+ * times 2^32; or -1 where a step failed.
+ */
+int64_t expertly_program(int level, int num_threads, const step *steps, int64_t begin, int64_t most) {
     const instruction_set *set = set_at(level);
-    for (int64_t i = begin; i < end; i++) {
+    for (int64_t i = begin, num_further = 0;; i++) {
         const int64_t *at = steps[i].at;
-        if (!steps[i].is_ready) return i;
+        const int64_t here = num_further << 32 | i;
+        if (!steps[i].is_ready || (steps[i].kind == FOLLOWING && num_further == most)) return here;
         int result = -1;
 #define P(n) ((char *)at[n])
         const int dtype = (int)at[0];
@@ -124,11 +128,17 @@ int64_t expertly_program(int level, int num_threads, const step *steps, int64_t 
         case ADD:
         case MULTIPLY: result = run_elementwise(set, (int)steps[i].kind, dtype, at[1], P(2), at[3], at[4], P(5)); break;
         case LOOKED_UP: result = look_up(at[1], (const uint16_t *)at[2], (const uint16_t *)at[3], (uint16_t *)at[4]); break;
+        case FOLLOWING:
+            memcpy(P(2), P(1), at[0]);
+            steps = (const step *)at[3];
+            num_further++;
+            i = -1;
+            result = 0;
+            break;
         default: break;
         }
 #undef P
-        if (result > 0) return i; /* the caller decides */
-        if (result < 0) return -1 - i;
+        if (result > 0) return here; /* the caller decides */
+        if (result < 0) return -1;
     }
-    return end;
 }

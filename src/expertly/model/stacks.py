@@ -1,0 +1,124 @@
+"""All decoder layers of a stack as one program, for a single token: one native call until there is something to decide.
+
+The stack's own forward calls each layer, which only notes what it is called with; the last one runs all of them. So no
+family is named here. It is done where the forward's code looks up nothing but what is on a closed list, and was seen to
+pass on what each layer gave.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from expertly.model.graphs import NUM_COMPARED, looks_up
+from expertly.model.hooks import look_alike, original_of
+from expertly.model.programs import LayerProgram, run_programs
+
+_NAMES = {"config", "num_hidden_layers", "layer_types", "sliding_window", "embedding_multiplier"}
+_NAMES |= {"embed_tokens", "rotary_emb", "layers", "norm", "enumerate", "isinstance", "dict", "set", "ValueError"}
+_NAMES |= {"DynamicCache", "get_seq_length", "torch", "arange", "shape", "device", "unsqueeze"}
+_NAMES |= {"create_causal_mask", "create_sliding_window_causal_mask", "MoeModelOutputWithPast"}
+"""What the forward of a stack may look up, which does nothing with what layers give but pass it on."""
+
+
+def use_stacks(model: PreTrainedModel) -> None:
+    """In those stacks of a loaded model whose layers all have programs."""
+    for stack in model.modules():
+        layers = getattr(stack, "layers", None)
+        if (
+            type(layers) is nn.ModuleList
+            and len(layers)
+            and all(isinstance(vars(layer).get("_expertly_graphs"), LayerProgram) for layer in layers)
+            and looks_up(stack) <= _NAMES
+        ):
+            forward: Any = inspect.unwrap(original_of(type(stack)).forward)
+            vars(layers)["_expertly_stack"] = Stack(forward.__code__)
+            layers.__class__ = look_alike(nn.ModuleList, __iter__=_iterate, __getitem__=_get)
+
+
+def _iterate(self: Any) -> Iterator[Any]:
+    stack: Stack = self._expertly_stack
+    layers = self._modules.values()
+    return stack.stand_ins(list(layers)) if sys._getframe(1).f_code is stack.code else iter(layers)
+
+
+def _get(self: Any, index: Any) -> Any:
+    if not isinstance(index, slice):
+        return nn.ModuleList.__getitem__(self, index)
+    if sys._getframe(1).f_code is self._expertly_stack.code and index.indices(len(self)) == (0, len(self), 1):
+        return self  # no copy
+    return nn.ModuleList(list(self._modules.values())[index])
+
+
+class Stack:
+    """Runs the layers of one stack. They are passed to it, so that they are freed with their model."""
+
+    def __init__(self, code: Any) -> None:
+        """`code`: of the stack's forward, which alone gets stand-ins."""
+        self.code = code
+        self._num_seen = 0  # tokens that were passed on as they should
+        self._is_known = True  # none was not
+        self._linked: list[LayerProgram] = []  # which go on with each other
+
+    def stand_ins(self, layers: list[nn.Module]) -> Iterator[Callable[..., Any]]:
+        """What the forward calls in place of its layers."""
+        if not self._is_known:
+            return iter(layers)
+        call: Any = self._call if self._num_seen == NUM_COMPARED else self._watch
+        before: list[Any] = []
+        return iter([partial(call, layers, before, number) for number in range(len(layers))])
+
+    def _watch(
+        self, layers: list[nn.Module], given: list[Any], number: int, hidden: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """`given`: what the layer before gave, if there is one."""
+        self._is_known &= not args and (not number or hidden is given.pop())
+        given.append(layers[number](hidden, *args, **kwargs))
+        if number == len(layers) - 1:
+            self._num_seen += hidden.shape[:2] == (1, 1)
+        return given[0]
+
+    def _call(
+        self, layers: list[nn.Module], calls: list[dict[str, Any]], number: int, hidden: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        """`calls`: what the layers before were called with."""
+        if hidden.shape[:2] != (1, 1):
+            return layers[number](hidden, **kwargs)
+        calls.append(kwargs)
+        if number < len(layers) - 1:
+            return hidden
+        programs = self._programs(layers, hidden, calls)
+        if programs is not None:
+            return run_programs(programs, hidden, calls)
+        for layer, call in zip(layers, calls, strict=True):
+            hidden = layer(hidden, **call)
+        return hidden
+
+    def _programs(
+        self, layers: list[nn.Module], hidden: torch.Tensor, calls: list[dict[str, Any]]
+    ) -> list[LayerProgram] | None:
+        """Those of all layers, which go on with each other; None where a layer is to be called as it is."""
+        programs: list[LayerProgram] = []
+        for layer, kwargs in zip(layers, calls, strict=True):
+            state = vars(layer)
+            program: LayerProgram | None = state.get("_expertly_graphs")
+            if (
+                program is None
+                or program.num_compared < NUM_COMPARED
+                or state["_forward_hooks"]
+                or state["_forward_pre_hooks"]
+                or "forward" in state
+                or not program.takes(layer, hidden, kwargs)
+            ):
+                return None
+            programs.append(program)
+        if programs != self._linked:
+            self._linked = programs if all(map(LayerProgram.goes_on_with, programs, programs[1:])) else []
+        return programs if self._linked else None
