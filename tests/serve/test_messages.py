@@ -15,11 +15,13 @@ import pytest
 
 from expertly.serve.messages import CountRequest
 from expertly.serve.prompts import Prompts
+from expertly.serve.reading import check
 from expertly.serve.responses import ResponsesRequest
 from expertly.serve.scheduler import RequestScheduler
+from expertly.serve.schema import ChatRequest
 from tests.commands import RunningCommand
 from tests.serve.conftest import KEY, Serving, room_for, served
-from tests.serve.test_tools import CALL, THINKING, saying
+from tests.serve.test_tools import CALL, THINKING, THINKS_FIRST, saying
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function | tojson }}{{ '\n' }}{% endfor %}"
@@ -100,6 +102,20 @@ def test_why_an_answer_stopped(demo: tuple[Any, Any], says: str, more: Any, text
         assert (last.stop_reason, last.stop_sequence) == stop
 
 
+def test_thinking_is_asked_for_and_forbidden(demo: tuple[Any, Any]) -> None:
+    """Of a template that does not think by itself, and begins thoughts where it is told to."""
+    template = THINKS_FIRST.replace("default(true)", "default(false)")
+    for thinking, kinds in (
+        ("enabled", ["thinking", "text"]),
+        ("adaptive", ["thinking", "text"]),
+        ("disabled", ["text"]),
+    ):
+        says = "Take a coat." if kinds == ["text"] else "It is cold.\n</think>\n\nTake a coat."
+        with saying(demo, says, template) as serving:
+            got = client_of(serving).messages.create(**asked(thinking={"type": thinking, "budget_tokens": 1024}))
+            assert [block.type for block in got.content] == kinds and got.content[-1].text == "Take a coat."
+
+
 def test_one_call_where_parallel_ones_are_disabled(demo: tuple[Any, Any]) -> None:
     with saying(demo, CALL + "\n" + CALL) as serving:
         for is_disabled, num_calls in ((True, 1), (False, 2)):
@@ -109,9 +125,9 @@ def test_one_call_where_parallel_ones_are_disabled(demo: tuple[Any, Any]) -> Non
 
 
 def rendered(demo: tuple[Any, Any], request: CountRequest | ResponsesRequest) -> str:
-    prompts, chat = Prompts(demo[1], 8192, TEMPLATE), request.as_chat()
+    prompts, chat = Prompts(demo[1], 8192, TEMPLATE), check(ChatRequest, request.as_chat())
     try:
-        return asyncio.run(prompts.of_messages(chat["messages"], chat["tools"], {}))[1]
+        return asyncio.run(prompts.of_messages(chat.messages, chat.offered, chat.variables))[1]
     finally:
         prompts.close()
 
@@ -139,7 +155,7 @@ def turn(role: str, *blocks: Any) -> dict[str, Any]:
         (
             "Be brief",
             [turn("user", TEXT), turn("system", TEXT), turn("system"), turn("assistant", TEXT)],
-            "<system>Be brief\n<user>Hello\n\n<system-reminder>\nHello\n</system-reminder>\n<assistant>Hello\n",
+            "<system>Be brief\n<user>Hello\n\n<system-reminder>\nHello\n</system-reminder>\n<assistant>Hello",
         ),
         (
             None,
@@ -154,7 +170,7 @@ def turn(role: str, *blocks: Any) -> dict[str, Any]:
 def test_what_agents_send_is_a_chat(demo: tuple[Any, Any], system: Any, turns: Any, text: str) -> None:
     turns = turns or [turn("user")]
     request = CountRequest.model_validate({"model": "demo", "system": system, "messages": turns})
-    assert rendered(demo, request) == text + "<assistant>"
+    assert rendered(demo, request) == text + ("<assistant>" if text.endswith("\n") else ""), "a last text goes on"
 
 
 @pytest.mark.parametrize(

@@ -84,14 +84,12 @@ def _welcome(url: str, num_keys: int, about: dict[str, Any]) -> str:
     how = ": ".join(filter(None, (facts["batching"], facts["batching_reason"])))
     keys, key = (f"{num_keys} keys", "KEY") if num_keys else ("no key asked for", "none")
     name, size = shlex.quote(about["id"]), facts["context"]
-    of_claude = f"ANTHROPIC_MODEL={name} ANTHROPIC_DEFAULT_HAIKU_MODEL={name} CLAUDE_CODE_MAX_CONTEXT_TOKENS={size}"
-    exports = (
-        f"\n  export ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN={key} {of_claude}\n"
-        f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}"
-    )
-    return (
-        f"expertly: serving {about['id']} on {url} ({url}/v1 for clients, {keys})\n"
-        f"expertly: requests run {how} | context {size} | chat template: {facts['chat_template']}"
-        + exports
-        * url.startswith("http:")  # agents take no Unix socket
-    )
+    lines = [
+        f"expertly: serving {about['id']} on {url} ({url}/v1 for clients, {keys})",
+        f"expertly: requests run {how} | context {size} | chat template: {facts['chat_template']}",
+    ]
+    if url.startswith("http:"):  # agents take no Unix socket
+        models = f"ANTHROPIC_MODEL={name} ANTHROPIC_DEFAULT_HAIKU_MODEL={name} CLAUDE_CODE_MAX_CONTEXT_TOKENS={size}"
+        lines.append(f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN={key} {models}")
+        lines.append(f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}")
+    return "\n".join(lines)

@@ -30,7 +30,6 @@ from expertly.serve.schema import (
     Tool,
     Tuning,
     joined,
-    named,
 )
 
 NEEDED = {"text": ("text",), "thinking": ("thinking",), "tool_use": ("id", "name", "input")}
@@ -73,7 +72,7 @@ Blocks = str | Annotated[list[Block], Field(max_length=1024, fail_fast=True)]
 
 def _check_types(content: Blocks | None, holder: str) -> None:
     for number, block in enumerate(content if isinstance(content, list) else ()):
-        if block.type not in ACCEPTED.get(holder, block.type):
+        if holder in ACCEPTED and block.type not in ACCEPTED[holder]:
             accepted = f"accepted in a {holder} message or block: {', '.join(ACCEPTED[holder])}"
             raise ValueError(f"content.{number}.type: {block.type!r} cannot be read by this server; {accepted}")
 
@@ -135,31 +134,37 @@ class CountRequest(Tuning):
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     stop_sequences: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
-    tools: Annotated[list[Tools], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[Tools], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    of_chat: ClassVar[dict[str, str]] = {
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+    }
+    """Fields of the chat request that it becomes, and their names in this one."""
     cannot: ClassVar[dict[str, str]] = Tuning.cannot | {"mcp_servers": "this server calls no others"}
 
     def as_chat(self) -> Json:
         """The same request for the chat API."""
         choice, wish = self.tool_choice or Choice(type="auto"), self.output_config or OutputConfig()
-        forced: Any = {"any": "required", "tool": named(choice.name)}
-        effort = wish.effort
-        if self.thinking is not None:
-            effort = "none" if self.thinking.type == "disabled" else effort or "medium"
+        forced: Any = {"any": "required", "tool": {"type": "function", "function": {"name": choice.name}}}
+        thinking, thinks = self.thinking and self.thinking.type, {"enable_thinking": True, "thinking": True}
         system = [self.system] if isinstance(self.system, str) else [part.text for part in self.system or ()]
         said = [{"role": "system", "content": text} for text in system if not text.startswith(BILLING)]
         said += [message for turn in self.messages for message in turn.messages()]
+        messages = joined(Message.model_validate(message) for message in said)
         return {
             **{name: getattr(self, name) for name in Tuning.model_fields},
-            "messages": joined(Message.model_validate(message) for message in said),
+            "messages": messages,
+            "continue_final_message": any(m.role == "assistant" and m.text and not m.tool_calls for m in messages[-1:]),
             "max_completion_tokens": self.max_tokens,
             "stop": self.stop_sequences or self.stop,
             "tools": [Tool(type="function", function=tool) for tool in self.tools or () if isinstance(tool, Function)],
             "tool_choice": forced.get(choice.type, choice.type),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
-            "reasoning_effort": effort,
+            "reasoning_effort": "none" if thinking == "disabled" else wish.effort,
+            "chat_template_kwargs": None if thinking in (None, "disabled") else thinks,
             "response_format": wish.format and wish.format.as_chat(),
         }
 
@@ -260,10 +265,6 @@ class MessagesAnswer:
         return {"stop_reason": "tool_use" if any(b["type"] == "tool_use" for b in self._blocks) else "end_turn"}
 
     def _usage(self) -> Json:
-        num_prompt, num_cached = self.request.num_prompt_tokens, self.request.num_cached_tokens
-        return {
-            "input_tokens": num_prompt - num_cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": num_cached,
-            "output_tokens": self.request.num_tokens,
-        }
+        request, num_cached = self.request, self.request.num_cached_tokens
+        read = {"input_tokens": request.num_prompt_tokens - num_cached, "cache_read_input_tokens": num_cached}
+        return {**read, "output_tokens": request.num_tokens}

@@ -30,7 +30,6 @@ from expertly.serve.schema import (
     Tuning,
     Variables,
     joined,
-    named,
 )
 
 
@@ -110,22 +109,24 @@ class TextWish(Strict):
     format: TextFormat | None = None
 
 
-CHAT_FIELDS = {"messages": "input", "response_format.json_schema": "text.format", "response_format": "text.format"}
-"""Fields of the chat request that a ResponsesRequest becomes, and what they are called here."""
-
-
 class ResponsesRequest(Tuning):
     """Nothing is stored: each request brings the whole conversation."""
 
     input: str | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Limit = None
-    tools: Annotated[list[Tools], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[Tools], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: Choice | AnyTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningWish | None = None
     text: TextWish | None = None
     chat_template_kwargs: Variables | None = None
+    of_chat: ClassVar[dict[str, str]] = {
+        "messages": "input",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+    }
+    """Fields of the chat request that it becomes, and their names in this one."""
     cannot: ClassVar[dict[str, str]] = Tuning.cannot | {
         "response_format": "use text.format",
         "previous_response_id": "nothing is stored; send what was said",
@@ -136,14 +137,17 @@ class ResponsesRequest(Tuning):
 
     def as_chat(self) -> dict[str, Any]:
         """The same request for the chat API."""
-        choice, wish = self.tool_choice, self.text.format if self.text else None
+        choice: Any = self.tool_choice
+        if isinstance(choice, AnyTool):
+            choice = {"type": "function", "function": {"name": choice.label}}
+        wish = self.text.format if self.text else None
         shared = (*Tuning.model_fields, "parallel_tool_calls", "chat_template_kwargs")
         return {
             **{name: getattr(self, name) for name in shared},
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "tools": [Tool(type="function", function=tool) for tool in self.tools or () if isinstance(tool, FlatTool)],
-            "tool_choice": named(choice.label) if isinstance(choice, AnyTool) else choice,
+            "tool_choice": choice,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": wish and wish.as_chat(),
         }

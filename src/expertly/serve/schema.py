@@ -246,10 +246,6 @@ class NamedTool(Strict):
     function: FunctionName
 
 
-def named(name: str) -> NamedTool:
-    return NamedTool(type="function", function=FunctionName(name=name))
-
-
 Choice = Literal["none", "auto", "required", "any"]
 """Of tools; "any" is other servers' word for "required"."""
 
@@ -260,7 +256,7 @@ class ChatRequest(Generation):
     max_completion_tokens: Limit = None  # the newer name of max_tokens
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: Choice | NamedTool | None = None
     parallel_tool_calls: bool | None = None  # false: only the first call is told
     reasoning_effort: Effort | None = None  # told to the chat template; one that does not read it thinks as it likes
@@ -284,7 +280,7 @@ class ChatRequest(Generation):
         if self.forced == []:
             names = [tool.function.name for tool in self.offered]
             accepted = names or "auto or none"
-            raise ValueError(f"tool_choice: accepted where tools of other types than function are ignored: {accepted}")
+            raise ValueError(f"tool_choice: tools of other types than function are ignored; accepted: {accepted}")
         last = self.messages[-1]
         if self.continue_final_message and (last.role != "assistant" or last.tool_calls or not last.text):
             raise ValueError("continue_final_message: accepted: where the last message is an assistant's text")

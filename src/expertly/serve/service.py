@@ -14,7 +14,7 @@ from expertly.serve.messages import CountRequest, MessagesAnswer, MessagesReques
 from expertly.serve.prompts import Prompts, as_told
 from expertly.serve.reading import check
 from expertly.serve.request import ServedRequest
-from expertly.serve.responses import CHAT_FIELDS, ResponsesAnswer, ResponsesRequest
+from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
 from expertly.serve.sampling import Sampling
 from expertly.serve.scheduler import RequestScheduler
 from expertly.serve.schema import (
@@ -56,11 +56,12 @@ class Service:
         return ChatAnswer(asked, self.prompts, *await self._conversation(asked))
 
     async def respond(self, asked: ResponsesRequest) -> ResponsesAnswer:
-        with renamed(CHAT_FIELDS):
+        with renamed(asked.of_chat):
             return ResponsesAnswer(asked, *await self._conversation(self._as_chat(asked)))
 
     async def message(self, asked: MessagesRequest) -> MessagesAnswer:
-        return MessagesAnswer(asked, self.prompts, *await self._conversation(self._as_chat(asked)))
+        with renamed(asked.of_chat):
+            return MessagesAnswer(asked, self.prompts, *await self._conversation(self._as_chat(asked)))
 
     async def count(self, asked: CountRequest) -> Json:
         chat = self._as_chat(asked)
