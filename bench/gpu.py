@@ -34,7 +34,7 @@ from expertly.api import handle
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.engine import cuda
-from expertly.engine.reading import layer_rows
+from expertly.engine.slots import layer_rows
 from expertly.formats import expert_format
 from expertly.native.kernels import choose_kernels
 

@@ -1,7 +1,7 @@
 """`resident` against plain transformers with the same model in RAM: decode, and prefill of 256 tokens.
 
     python bench/resident.py [--experts-gib 3] [--rounds 7] [--kernels auto] [--cached 25%,50%]
-    python bench/resident.py --kernels native,torch    what the compiled products gain
+    python bench/resident.py --kernels auto,torch    what the compiled products gain
     python bench/resident.py --experts-gib 0 --cached 50% --decode 48    a layer of small experts
     python bench/resident.py --experts-gib 0 --programs on,off           what programs of layers gain
 

@@ -16,7 +16,7 @@ from expertly.core.errors import ConfigError, ModelUseError, StoreError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
 from expertly.core.units import format_share
-from expertly.engine import process
+from expertly.engine import process, transfer
 from expertly.engine.cluster import Cluster, memory_of_workers, open_workers, start_workers
 from expertly.engine.device import choose_device, kind_of
 from expertly.engine.fitting import with_quantisation
@@ -24,7 +24,6 @@ from expertly.engine.learned import SavedState, find_weights
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
 from expertly.engine.observe import CannotLookAheadError, make_prefetching
 from expertly.engine.peer import Peer
-from expertly.engine.reading import ExtentSource
 from expertly.engine.remembered import auto_system
 from expertly.engine.runtime import Engine, Executor
 from expertly.engine.shard import Shard
@@ -42,8 +41,9 @@ from expertly.native.kernels import choose_kernels
 from expertly.options import AUTO, LOAD_OPTIONS, LoadOptions, described
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
+from expertly.policies.reuse import compiled_reuse
 from expertly.scheduler.systems import AUTO_SYSTEM, BASE_SYSTEM, System, get_runnable, without_prediction
-from expertly.store.packed import PackedStore
+from expertly.store.packed import ExtentSource, PackedStore
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,9 @@ def _choose(
     """Check everything that can be refused before anything is opened, but for workers, whose memory decides what they
     hold: `opened` ends them. Packs the model at its first use.
     """
+    on_host = kind_of(target).runs_on_host
+    for is_there in (partial(choose_kernels, runs_on_host=on_host), transfer.library, compiled_reuse):
+        is_there()  # else refused before the model is packed
     why_system = store = None
     name = asked.system
     if name == AUTO_SYSTEM:
@@ -143,12 +146,10 @@ def _choose(
             raise ConfigError(f"system={name!r}: it predicts; accepted with workers: one that does not, as 'expertly'")
         system = without_prediction(system)
         why_system = f"{why_system}; workers are there: it runs as {system.name}"
-    on_host = kind_of(target).runs_on_host
     if on_host:
         process.keep_few_primitives()
         process.give_back_large_blocks()
         process.keep_off_trapped_instructions()
-    choose_kernels(runs_on_host=on_host)  # refused before the model is packed
     store = store or _packed(model, asked, progress)
     weights = find_weights(asked.predictor, system, store)
     fitting = fitting_segments(store.manifest.layers, system.segments)

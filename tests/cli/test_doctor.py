@@ -68,7 +68,7 @@ def test_json_is_the_profile_and_the_problems(tmp_path: Path, monkeypatch: pytes
     assert all(problem.keys() == {"level", "subject", "text"} for problem in printed["problems"])
     assert not (tmp_path / "cache").exists(), "nothing but the folders named is touched"
     monkeypatch.setenv("EXPERTLY_KERNELS", "fast")
-    assert "EXPERTLY_KERNELS='fast': unknown; accepted: auto, native, torch" in refusal(capsys, "doctor")
+    assert "EXPERTLY_KERNELS='fast': unknown; accepted: auto, torch" in refusal(capsys, "doctor")
 
 
 def test_a_cache_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):

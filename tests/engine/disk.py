@@ -8,11 +8,11 @@ import ctypes
 import errno
 import os
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +33,15 @@ Read = tuple[int, int]
 """(layer, expert) of one read."""
 
 
+def can_bypass_the_page_cache(path: Path) -> bool:
+    """Whether its file system has O_DIRECT."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
 class Preads:
     """Readers opened from now on call `call`, which may be replaced while they run."""
 
@@ -40,10 +49,10 @@ class Preads:
         self.call: Pread = call or (lambda file, buffer, offset: os.preadv(file, [buffer], offset))
         self._function = _PREAD(self._pread)
         _KEPT.append(self._function)
-        library = transfer._library()
-        assert library is not None
-        original = library.open
-        patch.setattr(library, "open", lambda num, layers, _: original(num, layers, self._function))
+        library = transfer.library()
+        original = library.readers_open
+        # `original` may be the function of others that were put there before: these come first.
+        patch.setattr(library, "readers_open", lambda *numbers: original(*numbers[:-1], numbers[-1] or self._function))
 
     def _pread(self, file: int, address: int, nbytes: int, offset: int) -> int:
         buffer = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
@@ -63,6 +72,10 @@ class Disk:
         self.geometry = geometry
         self.begun: list[Read] = []
         self.num_ended = 0
+        self.read_nbytes = 0
+        self._folder = tempfile.TemporaryDirectory()
+        for layer in range(geometry.num_layers):
+            Path(self._folder.name, str(layer)).touch()
         self.fails: Callable[[int, int], bool] = lambda layer, expert: False
         self._dice = dice
         self._is_held = dice is None
@@ -70,20 +83,11 @@ class Disk:
         self._changed = threading.Condition()
 
     def layer_file(self, layer: int) -> LayerFile:
-        return LayerFile(Path(str(layer)), 0, None, range(self.geometry.layers[layer].num_experts))
+        return LayerFile(Path(self._folder.name, str(layer)), 0, None, range(self.geometry.layers[layer].num_experts))
 
     def put(self, patch: pytest.MonkeyPatch) -> None:
-        """Readers opened from now on have its files."""
-        layers: dict[int, int] = {}
-        Preads(patch, lambda file, buffer, offset: self._read(layers[file], offset, buffer))
-
-        def open_file(path: Path) -> SimpleNamespace:
-            fd = os.open(__file__, os.O_RDONLY)  # which nobody writes to
-            layers[fd] = int(path.name)
-            unchanged = {"fd": fd, "about": os.fstat(fd), "is_changed": lambda: False, "close": lambda: os.close(fd)}
-            return SimpleNamespace(path=path, direct_fd=-1, alignment=512, **unchanged)
-
-        patch.setattr(transfer, "ExpertFile", open_file)
+        """Readers opened from now on read its files, which are empty, from here."""
+        Preads(patch, self._read)
 
     def content(self, span: Span) -> bytes:
         """The bytes of a span."""
@@ -112,7 +116,8 @@ class Disk:
     def _byte(self, layer: int, expert: int, segment: int) -> int:
         return 1 + (101 * layer + 7 * expert + 59 * segment) % 255
 
-    def _read(self, layer: int, offset: int, buffer: memoryview) -> int:
+    def _read(self, file: int, buffer: memoryview, offset: int) -> int:
+        layer = int(Path(f"/proc/self/fd/{file}").readlink().name)
         nbytes = self.geometry.segment_nbytes(layer)
         segments = self.geometry.segments_per_expert
         expert = offset // (segments * nbytes)
@@ -127,6 +132,7 @@ class Disk:
             time.sleep(self._dice.choice([0, 0, 1e-4, 3e-4]))
         with self._changed:
             self.num_ended += 1
+            self.read_nbytes += len(buffer)
         if self.fails(layer, expert):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         done = 0

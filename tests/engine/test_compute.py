@@ -16,7 +16,7 @@ from expertly.api import handle
 from expertly.core.observation import IterationInfo
 from expertly.engine import runtime
 from expertly.model.hooks import experts_modules
-from expertly.native.kernels import VARIABLE, choose_kernels, libraries
+from expertly.native.kernels import VARIABLE, choose_kernels
 from tests.engine.conftest import Cases
 from tests.engine.observe import Call, loaded, recording
 from tests.families import INTERFACE_FAMILIES, generate, load_reference, logits_of
@@ -179,10 +179,7 @@ def test_stale_iteration_info_does_not_change_the_arithmetic(cases: Cases) -> No
 
 # -- by the compiled products, or by torch -----------------------------------------------------------------------------
 
-AVAILABLE, WHY = libraries()
-both_kernels = pytest.mark.parametrize(
-    "kernels", [pytest.param("native", marks=pytest.mark.skipif(not AVAILABLE, reason=str(WHY))), "torch"]
-)
+both_kernels = pytest.mark.parametrize("kernels", ["auto", "torch"])
 
 
 def num_by(kernels: str, model: Any) -> int:
@@ -197,7 +194,6 @@ def random_call(num_tokens: int, dtype: torch.dtype = torch.float32) -> Call:
     return Call(0, hidden.to(dtype), index, weights.to(dtype))
 
 
-@pytest.mark.skipif(not AVAILABLE, reason=str(WHY))
 def test_an_expert_of_many_tokens_is_torchs(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     most = choose_kernels().most_tokens(torch.float32)
@@ -233,7 +229,7 @@ def test_activations_are_rounded_to_the_weights_type(
             handle(model).engine.executor.bind(modules)
             for call, output in zip(calls, expected, strict=True):
                 assert relative_error(run(model, call), output) < 1e-2
-            assert (num_by("native", model) > 0) == (kernels == "native")
+            assert (num_by("native", model) > 0) == (kernels == "auto")
 
 
 @both_kernels

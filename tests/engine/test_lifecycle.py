@@ -167,8 +167,8 @@ def test_a_file_that_is_gone_leaves_no_other_open(own: tuple[Case, Path]) -> Non
     store = PackedStore.open(folder)
     geometry = store.geometry()
     store.extents[geometry.num_layers - 1][0].unlink()
-    with pytest.raises(StoreError, match="cannot be opened"):
-        Readers(store, geometry, lambda span: memoryview(b""))
+    with pytest.raises(StoreError, match="no such file"):
+        Readers(store.layer_file, geometry, lambda span: memoryview(b""))
     assert not open_files(folder)
 
 

@@ -165,7 +165,7 @@ def soak(
     assert device.poll() is None
     assert disk.num_ended == len(disk.begun), "nothing is being read any more"
     if not failures:
-        assert device.stats()["disk_nbytes"] == device.stats()["buffered_nbytes"], "what was dropped was not read"
+        assert device.stats()["disk_nbytes"] == disk.read_nbytes, "what was dropped was not read"
     device.close()
     return happened
 

@@ -33,7 +33,7 @@ def load_all(store: PackedStore, segments: int, *lengths: int) -> Iterator[Reade
         slots[span] = bytearray(span.num_segments * geometry.segment_nbytes(span.layer))
         return memoryview(slots[span])
 
-    with contextlib.closing(Readers(store, geometry, slot)) as readers:
+    with contextlib.closing(Readers(store.layer_file, geometry, slot)) as readers:
         for length in lengths:
             for layer, shape in enumerate(LAYERS):
                 nbytes = geometry.segment_nbytes(layer)

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from expertly.core.compiled import compiled
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.engine import transfer
 from expertly.engine.transfer import Readers
 from expertly.store.packed import LayerFile
-from expertly.store.reader import ExpertFile
-from tests.engine.disk import Disk, Preads
+from tests.engine.disk import Disk, Preads, can_bypass_the_page_cache
 from tests.engine.observe import reader_threads
 
 pytestmark = pytest.mark.timeout(180)
@@ -41,7 +41,9 @@ class Bench:
         self.disk = Disk(Geometry((LayerGeometry(64, 1, 2048, expert_nbytes // 4096, 2, 1),) * 3))
         self.disk.put(monkeypatch)
         self.slots = [bytearray(expert_nbytes) for _ in range(64)]
-        self.readers = Readers(self.disk, self.disk.geometry, lambda p: memoryview(self.slots[p.slot]), num_readers)
+        self.readers = Readers(
+            self.disk.layer_file, self.disk.geometry, lambda p: memoryview(self.slots[p.slot]), num_readers
+        )
 
     def wait(self, count: int) -> list[Span]:
         spans = sorted(self.readers.wait() for _ in range(count))
@@ -78,7 +80,7 @@ class OnDisk:
         self.path = path
         self.memory = memoryview(mmap.mmap(-1, self.num_experts * self.nbytes))
         geometry = Geometry((LayerGeometry(self.num_experts, 1, 2048, self.nbytes // 4096, 2, 1),))
-        self.readers = Readers(self, geometry, self.slot)
+        self.readers = Readers(self.layer_file, geometry, self.slot)
 
     def layer_file(self, layer: int) -> LayerFile:
         return LayerFile(self.path, 0, None, range(self.num_experts))
@@ -95,9 +97,8 @@ def on_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[OnDisk]:
 
 
 def test_loads_and_prefetches_bypass_the_page_cache_where_they_can(on_disk: OnDisk) -> None:
-    with contextlib.closing(ExpertFile(on_disk.path)) as file:
-        if file.direct_fd < 0:
-            pytest.skip("this file system has no O_DIRECT")
+    if not can_bypass_the_page_cache(on_disk.path):
+        pytest.skip("this file system has no O_DIRECT")
     for begin in (on_disk.readers.submit, on_disk.readers.prefetch, on_disk.readers.submit):
         on_disk.memory[:] = bytes(len(on_disk.memory))
         wanted = [span(expert) for expert in (6, 1, 4, 0, 2, 7)]
@@ -166,29 +167,14 @@ def test_reads_that_come_in_pieces_or_fail_for_now_are_whole_and_others_are_expl
 
 
 def test_checksums_are_those_of_the_reference() -> None:
-    """XXH3 of the library beside xxhash's, of lengths around its stripes and blocks."""
-    (path,) = (Path(transfer.__file__).parents[1] / "native").glob("_readers*.so")
-    xxh3 = ctypes.CDLL(str(path)).expertly_xxh3
-    xxh3.restype, xxh3.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_int64)
+    """XXH3 of the library beside xxhash's, of all short lengths, those around its stripes and blocks, and others."""
+    functions = {"xxh3": (ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_int64))}
+    xxh3 = compiled("native/_readers", transfer._VERSION, functions).xxh3
     dice = random.Random(0)
     usual = [dice.randrange(241, 99_999) for _ in range(50)]
-    for nbytes in (241, 255, 256, 257, 1023, 1024, 1025, 1088, 1089, 2049, *usual):
+    for nbytes in (*range(1, 260), 1023, 1024, 1025, 1088, 1089, 2049, *usual):
         data = dice.randbytes(nbytes)
         assert xxh3(data, nbytes) == xxhash.xxh3_64_intdigest(data), nbytes
-
-
-def test_without_the_library_who_waits_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_library", lambda: None)
-    bench = OnDisk(tmp_path / "experts", SMALL)
-    with contextlib.closing(bench.readers) as readers:
-        readers.prefetch([span(1), span(2)])
-        readers.submit([span(3)])
-        assert readers.wait() == span(3), "loads come first"
-        assert readers.cancel(0) == [span(1), span(2)] and readers.poll() is None
-        os.truncate(bench.path, SMALL)
-        readers.submit([span(4)])
-        with pytest.raises(TransferError, match="truncated"):
-            readers.wait()
 
 
 def span(expert: int, layer: int = 0) -> Span:
@@ -236,15 +222,15 @@ def test_cancelled_is_what_no_reader_has_begun_of_the_layer_and_may_be_loaded(ma
     readers = bench.readers
     readers.prefetch([span(1), span(2, layer=1), span(3), span(4), span(5, layer=1)])
     bench.disk.until_begun(4)
-    assert readers.asked_nbytes == 5 * LARGE
+    assert readers.stats()["disk_nbytes"] == 5 * LARGE
     assert readers.cancel(0) == [span(3), span(4)], "1 is under way, and 5 is another layer's"
     assert readers.cancel(0) == []
-    assert readers.num_in_flight == 3 and readers.asked_nbytes == 3 * LARGE
+    assert readers.num_in_flight == 3 and readers.stats()["disk_nbytes"] == 3 * LARGE
     readers.submit([span(4)])
     bench.disk.let_all_end()
     assert bench.wait(4) == [span(1), span(4), span(2, layer=1), span(5, layer=1)]
     assert bench.disk.begun == [(0, 1)] * 4 + [(0, 4)] * 4 + [(1, 2)] * 4 + [(1, 5)] * 4, "once each"
-    assert readers.buffered_nbytes == readers.asked_nbytes == 4 * LARGE
+    assert bench.disk.read_nbytes == readers.stats()["disk_nbytes"] == 4 * LARGE
     assert readers.poll() is None
 
 
@@ -274,7 +260,7 @@ def test_drain_drops_what_has_not_begun(make: MakeBench) -> None:
     bench.readers.submit([span(50)])
 
     def let_end_when_all_else_is_cancelled() -> None:
-        while bench.readers.asked_nbytes > 2 * LARGE:
+        while bench.readers.stats()["disk_nbytes"] > 2 * LARGE:
             time.sleep(0.001)
         bench.disk.let_all_end()
 
@@ -283,7 +269,7 @@ def test_drain_drops_what_has_not_begun(make: MakeBench) -> None:
     assert set(bench.disk.begun) == {(0, 0)}, "neither the other prefetches nor the load that waited"
     assert bench.disk.num_ended == len(bench.disk.begun), "nothing is being read any more"
     assert bench.readers.num_in_flight == 0 and bench.readers.poll() is None
-    assert bench.readers.asked_nbytes == LARGE
+    assert bench.readers.stats()["disk_nbytes"] == LARGE
     bench.readers.prefetch([span(3)])
     bench.readers.submit([span(4)])
     assert {one.expert for one in bench.wait(2)} == {3, 4}, "and it goes on"
@@ -366,18 +352,13 @@ def test_a_forked_child_closes_what_is_in_flight_without_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has none of the threads, of which one may hold the lock."""
-    library = transfer._library()
+    library = transfer.library()
     with contextlib.closing(OnDisk(tmp_path / "experts", SMALL).readers) as readers:
         readers.prefetch([span(expert) for expert in range(8)])
         child = os.fork()
         if not child:
-            for name in ("cancel", "drain", "hush", "close"):
+            for name in ("readers_cancel", "readers_drain", "readers_hush", "readers_close"):
                 monkeypatch.setattr(library, name, lambda *_: os._exit(3))
             readers.close()
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_library_of_another_version_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_VERSION", transfer._VERSION + 1)
-    assert transfer._library.__wrapped__() is None

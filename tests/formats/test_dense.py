@@ -24,7 +24,7 @@ from expertly.formats.fp8 import Fp8Layout
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.model.tiled import TiledEmbedding, TiledLayer
-from expertly.native.kernels import VARIABLE, libraries
+from expertly.native.kernels import VARIABLE
 from expertly.store.manifest import MANIFEST_NAME
 from tests.engine.observe import loaded
 from tests.families import generate, logits_of, make_prompts
@@ -41,9 +41,6 @@ from tests.model.checkpoints import (
     spread_blocks,
     write_checkpoint,
 )
-
-AVAILABLE, WHY = libraries()
-needs_kernels = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
 
 
 def fp8(family: str, folder: Path, dtype: torch.dtype) -> Path:
@@ -89,7 +86,6 @@ def nbytes_of(model: nn.Module) -> int:
     return sum(one.nbytes for one in {one.data_ptr(): one for one in model.state_dict().values()}.values())
 
 
-@needs_kernels
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_dequantised_models_numbers_in_the_memory_of_the_format(name: str, sources: Packed) -> None:
     (source, store), form = sources(name), FORMATS[name.split()[0]]
@@ -141,7 +137,6 @@ def test_without_compiled_products_they_are_decoded_at_loading(
         assert beside_experts(store, 4, torch.device("cpu")).dense_nbytes == decoded["bytes"]
 
 
-@needs_kernels
 @pytest.mark.parametrize("name", ["fp8 qwen3_moe", "int4_g32 qwen3_moe"])
 def test_models_in_bfloat16(name: str, sources: Packed) -> None:
     """Weights to the bit, their products rounded once; attention stays the kernels'."""
@@ -162,7 +157,6 @@ def test_models_in_bfloat16(name: str, sources: Packed) -> None:
         assert expertly.stats(model).as_dict()["kernels"]["attention"] > 0
 
 
-@needs_kernels
 def test_what_people_do_with_a_model(sources: Packed) -> None:
     _, store = sources("fp8 qwen3_moe")
     with loaded(store.folder, memory="50%") as model:
@@ -185,7 +179,6 @@ def test_what_people_do_with_a_model(sources: Packed) -> None:
             layer(x[:, :64])
 
 
-@needs_kernels
 def test_a_table_of_embeddings(sources: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("expertly.model.tiled._DECODED_NBYTES", 3 * 16 * 256 * 4)  # three blocks at a time
     _, store = sources("q4_k qwen3moe")

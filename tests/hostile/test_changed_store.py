@@ -17,12 +17,13 @@ import expertly
 from expertly.api import handle
 from expertly.core.errors import ExpertlyError, NanError, TransferError
 from expertly.core.messages import Span
-from expertly.engine import reading
+from expertly.engine import slots
 from expertly.engine.runtime import Engine
 from expertly.engine.transfer import Readers
 from expertly.model.packing import pack
 from expertly.store.packed import PackedStore, experts_name
 from expertly.store.sums import CHECK_EVERY
+from tests.engine.disk import Preads
 from tests.families import generate, make_checkpoint, make_prompts
 from tests.store.builders import write_store
 
@@ -161,11 +162,20 @@ def test_a_block_that_changes_unseen_is_found_within_64_reads_of_it(
     segments: int, is_prefetch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a disk changes it. Reads of it are counted from then on; it is read whole, or in parts, among others."""
-    monkeypatch.setattr(Readers, "_compare_changed", lambda *args: None)
     store = write_store(tmp_path / "m")
     geometry, dice = store.geometry(segments), random.Random(segments)
     nbytes, num_experts = geometry.segment_nbytes(0), geometry.layers[0].num_experts
-    memory = memoryview(reading._mapped(num_experts * segments * nbytes).numpy())
+    memory = memoryview(slots._mapped(num_experts * segments * nbytes).numpy())
+    changed_at = store.extents[0][1] + geometry.layers[0].expert_nbytes  # in the file, where expert 1 begins
+    is_changed = False
+
+    def pread(file: int, buffer: memoryview, offset: int) -> int:
+        num = os.preadv(file, [buffer], offset)
+        if is_changed and offset <= changed_at < offset + num:
+            buffer[changed_at - offset] ^= 1
+        return num
+
+    Preads(monkeypatch, pread)
 
     def slot(span: Span) -> memoryview:
         begin = (span.expert * segments + span.segment) * nbytes
@@ -173,7 +183,7 @@ def test_a_block_that_changes_unseen_is_found_within_64_reads_of_it(
 
     longest = 0
     for num_before in (0, 1, 47, 63, 64, 200):
-        with closing(Readers(store, geometry, slot)) as readers:
+        with closing(Readers(store.layer_file, geometry, slot)) as readers:
 
             def read(expert: int, readers: Readers = readers) -> bool:
                 """Whether the read had the expert's first segment."""
@@ -185,23 +195,15 @@ def test_a_block_that_changes_unseen_is_found_within_64_reads_of_it(
 
             for _ in range(num_before):
                 read(dice.randrange(num_experts))
-            with store.extents[0][0].open("r+b") as file:
-                file.seek(store.extents[0][1] + geometry.layers[0].expert_nbytes)
-                (before,) = file.read(1)
-                file.seek(-1, os.SEEK_CUR)
-                file.write(bytes([before ^ 1]))
-                file.flush()
-                num_reads, is_found = 0, False
-                while not is_found:
-                    try:
-                        num_reads += read(1)
-                    except TransferError as error:
-                        assert "expert 1, segment" in str(error) and "damaged" in str(error)
-                        is_found, num_reads = True, num_reads + 1
-                    assert num_reads <= CHECK_EVERY
-                longest = max(longest, num_reads)
-                file.seek(-1, os.SEEK_CUR)
-                file.write(bytes([before]))
+            is_changed, is_found, num_reads = True, False, 0
+            while not is_found:
+                try:
+                    num_reads += read(1)
+                except TransferError as error:
+                    assert "expert 1, segment" in str(error) and "damaged" in str(error)
+                    is_found, num_reads = True, num_reads + 1
+                assert num_reads <= CHECK_EVERY
+            is_changed, longest = False, max(longest, num_reads)
     assert 1 < longest <= CHECK_EVERY == 64
 
 

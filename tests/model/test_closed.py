@@ -16,11 +16,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 
 from expertly.model.dense import use_kernels
-from expertly.native.kernels import choose_kernels, libraries
+from expertly.native.kernels import choose_kernels
 from tests.families import make_model, make_prompts
 from tests.model.conftest import Calls
-
-pytestmark = pytest.mark.skipif(not libraries()[0], reason=libraries()[1])
 
 # -- norms -------------------------------------------------------------------------------------------------------------
 

@@ -15,12 +15,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from expertly.model import dense
 from expertly.model.dense import use_kernels
-from expertly.native.kernels import TASK_TOKENS, choose_kernels, libraries
+from expertly.native.kernels import TASK_TOKENS, choose_kernels
 from tests.families import FAMILIES, make_model, make_prompts
 from tests.model.conftest import Calls
-
-AVAILABLE, WHY = libraries()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled kernels: {WHY}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

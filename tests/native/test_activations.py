@@ -64,7 +64,7 @@ def test_kinds_that_differ_in_one_number_are_told_apart() -> None:
         assert found is not None and torch.equal(found(gate, up), activate(gate, up))
 
 
-@pytest.mark.parametrize("library", libraries()[0], ids=lambda library: library.name)
+@pytest.mark.parametrize("library", libraries(), ids=lambda library: library.name)
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gpt_oss", "plain silu", "square"])
 def test_in_float32_curves_are_torchs_but_for_a_few_bits(name: str, library: Library) -> None:
     """An expert whose products are of ones: what is between them, of numbers large, small and negative."""

@@ -1,4 +1,4 @@
-"""The package builds without a C compiler, and runs; `make test-dist` has one."""
+"""The compiled code is required: what a build, and a run, say where it is not there; `make test-dist` has it."""
 
 from __future__ import annotations
 
@@ -10,34 +10,56 @@ from pathlib import Path
 
 import pytest
 
+from expertly.core import compiled as core_compiled
+from expertly.core.compiled import PACKAGE, compiled
+from expertly.core.errors import ConfigError
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-ASK = "from expertly.native.kernels import choose_kernels as choose;k = choose(); print(k.name, '|', k.reason)"
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """What a build needs, apart from this checkout's own library."""
+    """What a build needs, apart from this checkout's own libraries."""
     folder = tmp_path / "source"
-    ignored = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info", "data")
-    shutil.copytree(REPOSITORY / "src", folder / "src", ignore=ignored)
-    for name in ("README.md", "LICENSE", "MANIFEST.in", "pyproject.toml"):
+    shutil.copytree(REPOSITORY / "src", folder / "src", ignore=shutil.ignore_patterns("*.so", "*.safetensors"))
+    for name in ("README.md", "LICENSE", "MANIFEST.in", "pyproject.toml", "setup.py"):
         shutil.copy(REPOSITORY / name, folder)
     return folder
 
 
-def test_without_a_compiler_torch_multiplies(source: Path, tmp_path: Path) -> None:
-    """Built as pip does: `build_py` and `build_ext` of the project's own settings."""
-    target, environment = tmp_path / "built", {k: v for k, v in os.environ.items() if k != "EXPERTLY_KERNELS"}
-    build = ("from setuptools import setup; setup()", "build", "--build-lib", target)
-    for words in ((*build, "--build-temp", source / "temporary"), (ASK,)):
-        done = subprocess.run(
-            [sys.executable, "-c", *words],
-            cwd=source if words[1:] else tmp_path,
-            env=environment | ({"CC": "/nowhere/cc"} if words[1:] else {"PYTHONPATH": str(target)}),
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stderr
-    assert not list(target.rglob("*.so"))
-    assert done.stdout.strip() == "torch | not compiled: there was no C compiler when expertly was installed"
+def run(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=200
+    )
+
+
+def test_without_a_compiler_nothing_is_installed_and_a_run_says_what_to_do(source: Path) -> None:
+    built = run(source, "setup.py", "-q", "build", CC="/nowhere/cc")
+    assert built.returncode != 0 and "Traceback" not in built.stderr
+    assert "expertly needs a C compiler and the C library's headers: apt install gcc libc6-dev" in built.stderr
+    ran = run(source, "-m", "expertly", "doctor", PYTHONPATH=str(source / "src"), EXPERTLY_KERNELS="")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert (
+        "compiled code native/_products was not built: install expertly again (in a checkout: make setup" in ran.stderr
+    )
+
+
+def test_a_library_of_another_version_or_a_damaged_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (built,) = (PACKAGE / "native").glob("_readers*.so")
+    monkeypatch.setattr(core_compiled, "PACKAGE", tmp_path)
+    (tmp_path / "native").mkdir()
+    cases = {
+        "other": (built.read_bytes(), "is of version 2, needed is 9"),
+        "damaged": (b"no library", "cannot be used"),
+    }
+    for name, (content, problem) in cases.items():
+        path = tmp_path / "native" / f"_readers.{name}.so"
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"compiled code native/_readers {problem}.*make setup, or pip install"):
+            compiled("native/_readers", 9, {})
+        path.unlink()
+    with pytest.raises(ConfigError, match="native/_readers was not built"):
+        compiled("native/_readers", 9, {})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +13,7 @@ from expertly.native import kernels as kernels_module
 from expertly.native.kernels import ACCEPTED, VARIABLE, Kernels, choose_kernels, libraries
 from tests.engine.observe import run_python
 
-AVAILABLE, WHY = libraries()
-compiled = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
+AVAILABLE = libraries()
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +21,6 @@ def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
-@compiled
 def test_the_fastest_is_taken() -> None:
     chosen = choose_kernels()
     assert chosen.name == f"native {AVAILABLE[0].name}" and chosen.most_tokens(torch.bfloat16)
@@ -32,7 +28,6 @@ def test_the_fastest_is_taken() -> None:
     assert chosen.facts() == {"name": chosen.name, "why": "the fastest of this processor", "stopped": ""} | counts
 
 
-@compiled
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (library.name for library in AVAILABLE):
         monkeypatch.setenv(VARIABLE, name)
@@ -46,16 +41,10 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(name in str(caught.value) for name in ACCEPTED)
 
 
-def test_without_the_compiled_ones_torch_multiplies_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_module, "libraries", lambda: ((), "not compiled"))
-    chosen = choose_kernels()
-    assert (chosen.name, chosen.reason) == ("torch", "not compiled")
-    with pytest.raises(ConfigError, match="not compiled; accepted here: auto, torch"):
-        choose_kernels("native")
-    assert choose_kernels(runs_on_host=False).name == "torch", "a device that is no CPU multiplies itself"
+def test_a_device_that_is_no_cpu_multiplies_itself() -> None:
+    assert choose_kernels(runs_on_host=False).name == "torch"
 
 
-@compiled
 def test_threads_are_torchs_and_no_more_than_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     used: list[int] = []
@@ -85,7 +74,6 @@ print(spins, "expertly-team" in tasks)
 """
 
 
-@compiled
 @pytest.mark.parametrize(
     ("imports", "policy", "expected"),
     [("expertly", None, "10000 True"), ("torch, expertly", None, "None False"), ("expertly", "PASSIVE", "None True")],
@@ -100,15 +88,3 @@ def test_threads_that_would_fight_are_shared(
         monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     result = run_python(THREADS.format(imports), "30" if expected.endswith("True") else "1")
     assert result.stdout.strip() == expected, result.stderr
-
-
-@compiled
-def test_a_folder_without_a_library_that_can_be_used_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert libraries(tmp_path) == ((), "not compiled: there was no C compiler when expertly was installed")
-    (tmp_path / "_products.so").write_bytes(b"no library")
-    assert "_products.so cannot be used" in libraries.__wrapped__(tmp_path)[1]
-    (built,) = Path(kernels_module.__file__).parent.glob("_products*.so")
-    shutil.copy(built, tmp_path / "_products.so")
-    monkeypatch.setattr(kernels_module, "VERSION", kernels_module.VERSION + 1)
-    found, why = libraries.__wrapped__(tmp_path)
-    assert found == () and "install expertly again" in why

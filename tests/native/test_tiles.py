@@ -16,8 +16,7 @@ from tests.formats.matrices import MATRICES, SIZES, made
 from tests.native.between import down_products, inner_products, with_biases
 from tests.tables import IS_FULL, pairs
 
-AVAILABLE, WHY = libraries()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
+AVAILABLE = libraries()
 
 KERNEL_TOKENS = {"decoded": (), "few": range(1, 9), "a task": range(9, TASK_TOKENS + 1), "many": (17, 61)}
 """What is computed with the kernels, and of how many tokens: each format and each library has every other number."""

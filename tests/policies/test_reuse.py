@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from expertly.core import compiled as core_compiled
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies import reuse
@@ -27,14 +27,10 @@ MODEL = ModelShape.of(SHAPE)
 SOURCE = Path(reuse.__file__).with_name("reuse.c")
 
 
-def compile_into(folder: Path, text: str, *words: str) -> Path:
-    if shutil.which("gcc") is None:
-        pytest.skip("no C compiler")
-    folder.mkdir(exist_ok=True)
-    (folder / "reuse.c").write_text(text)
+def compile_into(package: Path, *words: str) -> None:
+    (package / "policies").mkdir(parents=True)
     arguments = ("gcc", *words, "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC")
-    subprocess.run([*arguments, "-o", folder / "_reuse.so", folder / "reuse.c"], check=True)
-    return folder
+    subprocess.run([*arguments, "-o", package / "policies" / "_reuse.so", SOURCE], check=True)
 
 
 def prompt(layer: int, dice: random.Random, tokens: int = 40) -> RouterRan:
@@ -97,8 +93,9 @@ def test_every_instruction_set_computes_the_same_bits(tmp_path: Path, monkeypatc
     """
     sizes, dice, models = (16, 5, 70, 130, 24, 64), random.Random(0), []
     for name, words in (("fastest", ("-O3",)), ("plain", ("-O1", "-DFASTEST="))):  # what every processor has
-        library = compiled_reuse(compile_into(tmp_path / name, SOURCE.read_text(), *words))
-        monkeypatch.setattr(reuse, "compiled_reuse", lambda library=library: library)
+        compile_into(tmp_path / name, *words)
+        monkeypatch.setattr(core_compiled, "PACKAGE", tmp_path / name)
+        monkeypatch.setattr(reuse, "compiled_reuse", compiled_reuse.__wrapped__)
         models.append(ReuseModel(ModelShape(sizes, (1,) * len(sizes))))
     fastest, plain = models
     for step in range(300):
@@ -114,17 +111,6 @@ def test_every_instruction_set_computes_the_same_bits(tmp_path: Path, monkeypatc
         if step == 150:
             fastest.restore(plain.state())
             plain.restore(plain.state())
-
-
-def test_a_library_of_another_version_or_none_at_all_is_left_alone(tmp_path: Path) -> None:
-    text, known = SOURCE.read_text(), "expertly_reuse_version(void) { return 1; }"
-    assert known in text
-    assert compiled_reuse(compile_into(tmp_path / "newer", text.replace(known, known.replace("1", "2")))) is None
-    assert compiled_reuse(compile_into(tmp_path / "lacks", text.replace("reuse_restored", "reuse_other"))) is None
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "_reuse.so").write_bytes(b"no library")
-    assert compiled_reuse(tmp_path / "damaged") is None
-    assert compiled_reuse(tmp_path / "nowhere") is None
 
 
 def test_prompts_teach_nothing_but_what_was_used_lately() -> None:

@@ -12,7 +12,7 @@ import xxhash
 from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import Span
-from expertly.engine import transfer
+from expertly.engine.transfer import Readers
 from expertly.store.manifest import FileEntry
 from expertly.store.packed import PackedStore
 from expertly.store.sums import blocks_per_expert
@@ -56,7 +56,6 @@ def test_as_many_blocks_as_are_whole_neurons_and_not_small(
     ("segments", "num_read_again", "named"),  # blocks: those that segments cut are read again, once
     [(1, 0, "0 "), (2, 0, "1"), (4, 0, "3"), (8, 4, "6 to 7"), (3, 2, "2"), (64, 4, "48 to 63")],
 )
-@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_each_block_is_compared_when_it_is_first_read(
     store: PackedStore,
@@ -64,17 +63,13 @@ def test_each_block_is_compared_when_it_is_first_read(
     num_read_again: int,
     named: str,
     is_damaged: bool,
-    is_compiled: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, begin = store.extents[0]
     nbytes = LAYER.expert_nbytes // segments
     if is_damaged:
         flip(path, begin + 2 * LAYER.expert_nbytes - 1)
-    if not is_compiled:
-        monkeypatch.setattr(transfer, "_library", lambda: None)
     slot = bytearray(nbytes)
-    with closing(transfer.Readers(store, store.geometry(segments), lambda _: memoryview(slot))) as readers:
+    with closing(Readers(store.layer_file, store.geometry(segments), lambda _: memoryview(slot))) as readers:
         for is_again in (False, True):
             for segment in range(segments):
                 readers.submit([Span(0, 1, segment, 1, 0)])
@@ -85,7 +80,8 @@ def test_each_block_is_compared_when_it_is_first_read(
                 else:
                     assert readers.wait().segment == segment
             if not is_damaged:
-                assert readers.again_nbytes == num_read_again * BLOCK, "once" if is_again else "each"
+                asked = (1 + is_again) * LAYER.expert_nbytes
+                assert readers.stats()["disk_nbytes"] == asked + num_read_again * BLOCK, "each once"
 
 
 def test_a_file_of_sums_is_read_as_hostile_input(store: PackedStore) -> None:

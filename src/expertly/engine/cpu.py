@@ -13,9 +13,10 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.engine.device import Device, DeviceKind
 from expertly.engine.memory import available_host_nbytes
-from expertly.engine.reading import ExtentSource, HostPool
+from expertly.engine.slots import HostPool
 from expertly.engine.transfer import Readers
 from expertly.scheduler.budget import class_segment_nbytes
+from expertly.store.packed import ExtentSource
 
 
 class CpuDevice:
@@ -29,7 +30,7 @@ class CpuDevice:
         self.dtype = dtype
         self._pool = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype)
         self.rows = self._pool.rows
-        self._readers = readers = Readers(store, geometry, self._pool.slot_bytes)
+        self._readers = readers = Readers(store.layer_file, geometry, self._pool.slot_bytes)
         self.submit, self.prefetch, self.cancel = readers.submit, readers.prefetch, readers.cancel
         self.poll, self.drain, self.stats = readers.poll, readers.drain, readers.stats
         self.waits: list[tuple[Any, Any]] = []

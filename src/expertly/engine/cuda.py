@@ -23,12 +23,13 @@ from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes
 from expertly.engine.device import Device, DeviceKind
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
-from expertly.engine.reading import ExtentSource, HostPool, layer_rows
-from expertly.engine.transfer import LOOK_EVERY_S, Readers
+from expertly.engine.slots import HostPool, layer_rows
+from expertly.engine.transfer import Readers
 from expertly.policies.allocation import uniform_quotas
 from expertly.policies.lru import LRU
 from expertly.scheduler.budget import Budget, class_segment_nbytes, split_budget
 from expertly.scheduler.cache import ABSENT, LOADING, RESIDENT, Cache
+from expertly.store.packed import ExtentSource
 
 AHEAD_NBYTES = 8 << 20
 """While no more prefetched bytes are on the copy stream another segment joins them: the link does not wait for the
@@ -37,6 +38,9 @@ copy thread to wake up, and a load finds a third of a millisecond of PCIe 4 befo
 
 _MAX_STAGED = 1 << 12
 """Most values for which pinned memory is kept, some for each number of them: the choices of a few tokens."""
+
+_LOOK_EVERY_S = 1.0
+"""Who waits for the copy thread checks this often whether that still runs."""
 
 _WAKE = object()
 
@@ -389,7 +393,7 @@ class HostTier:
                 except OSError as error:
                     self.pinning = f"pageable; {error}"
             opened.callback(streams.synchronize)
-            self.readers = Readers(store, geometry, self.pool.slot_bytes, arrived=streams.wake)
+            self.readers = Readers(store.layer_file, geometry, self.pool.slot_bytes, arrived=streams.wake)
             opened.callback(self.readers.close)
             self._opened = opened.pop_all()
 
@@ -510,7 +514,7 @@ class CopyThread:
 
     def block(self, changed: threading.Condition) -> None:
         """Wait, a second at most, until `ended` has been called. Raises TransferError where its thread has ended."""
-        changed.wait(LOOK_EVERY_S)
+        changed.wait(_LOOK_EVERY_S)
         if self._error is not None:
             raise TransferError(f"the thread that copies experts has ended: {self._error}") from self._error
 

@@ -15,8 +15,8 @@ import torch
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.engine.reading import ExtentSource
 from expertly.scheduler.loop import Transport
+from expertly.store.packed import ExtentSource
 
 
 class Device(Transport, Protocol):

@@ -19,7 +19,6 @@ from expertly.engine import process, wire
 from expertly.engine.cpu import CpuDevice
 from expertly.engine.memory import available_host_nbytes
 from expertly.engine.pair import Address, Pair
-from expertly.engine.reading import ExtentSource
 from expertly.engine.shard import Shard
 from expertly.engine.stats import of_device
 from expertly.model.loading import load_experts
@@ -27,7 +26,7 @@ from expertly.scheduler.budget import split_budget
 from expertly.scheduler.systems import System, get_runnable
 from expertly.store.cache import stores_folder
 from expertly.store.manifest import Manifest
-from expertly.store.packed import LayerFile, PackedStore, is_extra, is_packed_store
+from expertly.store.packed import ExtentSource, LayerFile, PackedStore, is_extra, is_packed_store
 
 SPARED_PERCENT = 10
 """Of the free memory, for the rows of prompts, and because Ray ends processes where 95 % of a machine is taken."""

@@ -9,7 +9,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
@@ -21,13 +20,15 @@ from torch.nn.functional import linear, silu
 
 from expertly.core.errors import ConfigError
 from expertly.core.files import create
-from expertly.core.geometry import LayerGeometry
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import Span
 from expertly.engine.device import kind_of
+from expertly.engine.transfer import Readers
 from expertly.formats import expert_format
 from expertly.hardware.profile import DeviceProfile
 from expertly.native.activations import recognise
 from expertly.native.kernels import ExpertProducts, choose_kernels
-from expertly.store.reader import ExpertFile
+from expertly.store.packed import LayerFile
 
 SMALL_NBYTES, LARGE_NBYTES = 64 << 10, 4 << 20
 """Reads and copies whose time tells the latency, and the rate."""
@@ -75,27 +76,36 @@ class DiskRate(NamedTuple):
 
 def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> DiskRate:
     """The sustained rate of reads of `read_nbytes` (a multiple of 4096, at most the file's size) at random places of
-    `path`, by `depth` threads that read as the engine does. No place is read twice before all have been.
+    `path`, `depth` at a time, by the engine's readers. No place is read twice before all have been.
     """
     num_places = path.stat().st_size // read_nbytes
     places = cycle(np.random.default_rng(read_nbytes + depth).permutation(num_places).tolist())
+    geometry = Geometry((LayerGeometry(num_places, 1, 2048, read_nbytes // 4096, 2, 1),))
+    memory = memoryview(mmap.mmap(-1, depth * read_nbytes))
 
-    def read(file: ExpertFile, buffer: memoryview, end: float) -> tuple[int, bool]:
-        num_reads, is_direct = 0, True
-        while not num_reads or time.perf_counter() < end:
-            is_direct &= file.read_into(next(places) * read_nbytes, buffer)
-            num_reads += 1
-        return num_reads, is_direct
+    def read(slot: int) -> None:
+        readers.submit([Span(0, next(places), 0, 1, slot)])
 
-    buffers = [memoryview(mmap.mmap(-1, read_nbytes)) for _ in range(depth)]
-    with closing(ExpertFile(path)) as file, ThreadPoolExecutor(depth) as pool:
-        for buffer in buffers:  # take its pages before the clock runs
-            file.read_into(next(places) * read_nbytes, buffer)
-        start = time.perf_counter()
-        reads = list(pool.map(lambda buffer: read(file, buffer, start + seconds), buffers))
+    with closing(
+        Readers(
+            lambda layer: LayerFile(path, 0, None, range(num_places)),
+            geometry,
+            lambda span: memory[span.slot * read_nbytes : (span.slot + 1) * read_nbytes],
+            depth,
+        )
+    ) as readers:
+        for slot in range(depth):  # take its pages before the clock runs
+            read(slot)
+            readers.wait()
+        start, num_reads = time.perf_counter(), 0
+        for slot in range(depth):
+            read(slot)
+        while readers.num_in_flight:
+            slot, num_reads = readers.wait().slot, num_reads + 1
+            if time.perf_counter() - start < seconds:
+                read(slot)
         elapsed = time.perf_counter() - start
-    nbytes = sum(num for num, _ in reads) * read_nbytes
-    return DiskRate(nbytes / elapsed, all(is_direct for _, is_direct in reads))
+        return DiskRate(num_reads * read_nbytes / elapsed, not readers.stats()["buffered_nbytes"])
 
 
 def measure_weights_rate(

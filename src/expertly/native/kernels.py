@@ -1,4 +1,4 @@
-"""Products of matrices with a few tokens, by the compiled library (products.c) where it runs, else by torch.
+"""Products of matrices with a few tokens by compiled code, products.c.
 
 `choose_kernels` says which a model runs with and why; `Kernels` calls them and counts.
 """
@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
+from expertly.core.compiled import compiled
 from expertly.core.errors import ConfigError
 from expertly.core.messages import Span
 from expertly.core.resources import granted_cpus
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from expertly.native.triton_slots import SlotProducts
 
 VARIABLE = "EXPERTLY_KERNELS"
-"""The environment's choice: "auto", "native", "torch", or an instruction set of the compiled products."""
+"""The environment's choice: "auto", "torch", or an instruction set of the compiled products."""
 
-ACCEPTED = ("auto", "native", "torch", "avx512_bf16", "avx512", "avx2", "generic")
+ACCEPTED = ("auto", "torch", "avx512_bf16", "avx512", "avx2", "generic")
 
 TASK_TOKENS, MANY_TOKENS = 16, 48
 """As in products.h: most tokens of one product, which reads a chunk of weights again from the cache for every few; and
@@ -69,7 +69,7 @@ _FAILED = "a compiled product"
 
 _INT, _LONG, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+_COMPUTING: dict[str, tuple[Any, ...]] = {
     # level, dtype, threads, tasks, how many; matrices, neurons, width, bytes from row to row and from matrix to matrix
     "products_dots": (*3 * (_INT,), _ADDRESS, *6 * (_LONG,), _ADDRESS, *2 * (_LONG,), *2 * (_ADDRESS,), _LONG),
     "products_sums": (*3 * (_INT,), _ADDRESS, *4 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, _INT),
@@ -87,6 +87,14 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 """Functions of products.c, by their names without "expertly_". They release the interpreter lock and return 0, or -1
 where memory is short or the request is not one of theirs; `program` what program.h says.
 """
+
+FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    **{name: (_LONG if name == "program" else _INT, arguments) for name, arguments in _COMPUTING.items()},
+    "products_grids": (_INT, (ctypes.c_char_p, _LONG)),
+    "products_name": (ctypes.c_char_p, (_INT,)),
+    "products_has_half": (_INT, (_INT,)),
+    "products_take_openmp": (None, (_INT,)),
+}
 
 STEPS = (
     *("norm", "projections", "attention", "router", "dots", "tiles", "experts", "add", "multiply", "looked up"),
@@ -140,38 +148,25 @@ class Library:
     name: str  # of the instruction set
     level: int
     dtypes: dict[torch.dtype, int]  # what it multiplies, by its own numbers
-    call: SimpleNamespace  # the functions in _ARGUMENTS
+    call: SimpleNamespace  # FUNCTIONS
 
 
 @cache
-def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], str]:
-    """All that run on this machine, from the fastest down, and the reason where there is none."""
-    files = sorted(folder.glob("_products*.so"))
-    if not files:
-        return (), "not compiled: there was no C compiler when expertly was installed"
-    try:
-        library = ctypes.CDLL(str(files[0]))
-        version = library.expertly_products_version()
-        if version != VERSION:
-            return (), f"{files[0].name} is of version {version}, needed is {VERSION}: install expertly again"
-        library.expertly_products_take_openmp(not spins_shortly())
-        tables = grids()
-        if library.expertly_products_grids(tables, _LONG(len(tables))):
-            return (), f"{files[0].name} and the package gguf differ in their grids"
-        name_of, has_half = library.expertly_products_name, library.expertly_products_has_half
-        functions = {name: getattr(library, f"expertly_{name}") for name in _ARGUMENTS}
-        functions["program"].restype = _LONG
-    except (OSError, AttributeError) as error:
-        return (), f"{files[0].name} cannot be used: {error}"
-    name_of.restype = ctypes.c_char_p
-    for name, function in functions.items():
-        function.argtypes = _ARGUMENTS[name]
+def libraries() -> Sequence[Library]:
+    """All that run on this machine, from the fastest down; the last, in portable C, runs everywhere. Raises ConfigError
+    where nothing was compiled.
+    """
+    call = compiled("native/_products", VERSION, FUNCTIONS)
+    call.products_take_openmp(not spins_shortly())
+    tables = grids()
+    if call.products_grids(tables, len(tables)):
+        raise ConfigError("expertly's compiled code and the package gguf differ in their grids: install another gguf")
     made = []
     for level in (3, 2, 1, 0):
-        if name_of(level) is not None:
-            dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if has_half(level) else {}), torch.float32: 2}
-            made.append(Library(name_of(level).decode(), level, dtypes, SimpleNamespace(**functions)))
-    return tuple(made), ""
+        if (name := call.products_name(level)) is not None:
+            dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if call.products_has_half(level) else {})}
+            made.append(Library(name.decode(), level, dtypes | {torch.float32: 2}, call))
+    return made
 
 
 def spins_shortly() -> bool:
@@ -594,15 +589,12 @@ def choose_kernels(wanted: str | None = None, *, runs_on_host: bool = True) -> K
     if wanted == "torch":
         return Kernels(None, f"{VARIABLE}=torch")
     if not runs_on_host:
-        return _of_accelerator() if wanted in ("auto", "native") else Kernels(None, "the compiled ones are for a CPU")
-    available, reason = libraries()
-    chosen = next((library for library in available if wanted in ("auto", "native", library.name)), None)
-    if chosen is None:
-        if wanted == "auto":
-            return Kernels(None, reason)
-        reason = reason or f"this processor runs {', '.join(library.name for library in available)}"
-        raise ConfigError(f"{VARIABLE}={wanted!r}: {reason}; accepted here: auto, torch")
-    return Kernels(chosen, "the fastest of this processor" if wanted in ("auto", "native") else f"{VARIABLE}={wanted}")
+        return _of_accelerator() if wanted == "auto" else Kernels(None, "the compiled ones are for a CPU")
+    for library in libraries():
+        if wanted in ("auto", library.name):
+            return Kernels(library, "the fastest of this processor" if wanted == "auto" else f"{VARIABLE}={wanted}")
+    names = ", ".join(library.name for library in libraries())
+    raise ConfigError(f"{VARIABLE}={wanted!r}: not of this processor; accepted here: auto, torch, {names}")
 
 
 def _of_accelerator() -> Kernels:

@@ -5,7 +5,7 @@
  * of a prefetch begins only while no load is waited for. Blocks are compared with their checksums (XXH3) by the reader
  * that brought them. Nobody needs Python's interpreter. One lock, held for a few instructions at a time.
  *
- * A layer's numbers and its array of counters belong to the caller, and outlive the team.
+ * A layer's numbers, its array of counters and the totals belong to the caller, and outlive the team.
  */
 
 #define _GNU_SOURCE
@@ -24,18 +24,18 @@
 #include <sys/prctl.h>
 #endif
 
-enum { DAMAGED = -1, TRUNCATED = -2 }; /* beside errno */
-enum { PAGE = 4096, PIECE = 1 << 20 }; /* bytes: of the page cache; and of the smallest piece of a span */
+enum { DAMAGED = -1, TRUNCATED = -2, CHANGED = -3 }; /* beside errno */
+enum { SECTOR = 512, PAGE = 4096, PIECE = 1 << 20 }; /* bytes: PIECE is the smallest piece of a span */
 
 typedef ssize_t (*read_fn)(int fd, void *buffer, size_t nbytes, off_t offset);
 
 typedef struct { /* as engine/transfer.py fills it */
-    int64_t fd, direct_fd, alignment; /* direct_fd: -1 where there is none */
+    int64_t fd, direct_fd; /* the same file opened twice; direct_fd: -1 where nothing can bypass the page cache */
     int64_t begin, expert_nbytes;
     int64_t block_nbytes, every; /* of what a checksum is; 0: nothing is compared */
     const uint64_t *sums;        /* [experts, blocks] */
     uint8_t *left;               /* [experts, blocks]: reads until the next that is compared */
-    int64_t size, mtime_ns, ctime_ns;
+    int64_t alignment, size, mtime_ns, ctime_ns; /* `open` sets these */
 } layer_t;
 
 typedef struct { /* a span to read */
@@ -44,11 +44,14 @@ typedef struct { /* a span to read */
 } request_t;
 
 typedef struct { /* a span that has arrived */
-    int64_t tag, error, offset, nbytes; /* where, and how long, what failed is */
-    int64_t buffered_nbytes, again_nbytes; /* through the page cache; read a second time to compare whole blocks */
-    int64_t is_changed;                    /* the file was written to, or replaced */
+    int64_t tag, error, offset, nbytes; /* where, and how long, what failed is; CHANGED: its size now, and before */
+    int64_t is_changed;                 /* the file may have been written to since it was opened */
     uint64_t checksum, expected;
+    int64_t again_nbytes, buffered_nbytes; /* of a piece: read a second time to compare whole blocks; of all, through
+                                              the page cache */
 } result_t;
+
+typedef struct { int64_t disk_nbytes, buffered_nbytes; } totals_t; /* `disk`: asked of it, but for what was cancelled */
 
 typedef struct span {
     request_t request;
@@ -74,10 +77,11 @@ typedef struct {
     int num_loads;                        /* submitted and not yet read */
     int num_reading, num_prefetch_pieces; /* pieces under way */
     unsigned num_arrived;
+    totals_t *totals;
     uint64_t dice;
 } team_t;
 
-/* -- XXH3, 64 bits, of more than 240 bytes (Yann Collet, BSD) ------------------------------------------------------- */
+/* -- XXH3, 64 bits (Yann Collet, BSD) ------------------------------------------------------------------------------- */
 
 static const uint8_t SECRET[192] = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4, 0x6d, 0xe9,
@@ -131,7 +135,55 @@ static uint64_t fold(uint64_t a, uint64_t b) {
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
+static uint64_t avalanche(uint64_t sum) {
+    sum = (sum ^ sum >> 37) * 0x165667919E3779F9;
+    return sum ^ sum >> 32;
+}
+
+static uint64_t mix(const uint8_t *in, const uint8_t *secret) {
+    return fold(at64(in) ^ at64(secret), at64(in + 8) ^ at64(secret + 8));
+}
+
+/* Of 17 to 240 bytes: experts of toys. */
+static uint64_t of_few(const uint8_t *in, int64_t nbytes) {
+    uint64_t sum = (uint64_t)nbytes * P1;
+    const uint8_t *end = in + nbytes;
+    if (nbytes <= 128) {
+        for (int64_t i = (nbytes - 1) / 32; i >= 0; i--)
+            sum += mix(in + 16 * i, SECRET + 32 * i) + mix(end - 16 * (i + 1), SECRET + 32 * i + 16);
+        return avalanche(sum);
+    }
+    for (int i = 0; i < 8; i++) sum += mix(in + 16 * i, SECRET + 16 * i);
+    sum = avalanche(sum);
+    for (int i = 8; i < nbytes / 16; i++) sum += mix(in + 16 * i, SECRET + 16 * (i - 8) + 3);
+    return avalanche(sum + mix(end - 16, SECRET + 136 - 17));
+}
+
+/* Of up to 16 bytes. */
+static uint64_t of_least(const uint8_t *in, int64_t nbytes) {
+    uint64_t first = 0, last = 0, length = (uint64_t)nbytes;
+    if (nbytes > 8) {
+        first = at64(in) ^ at64(SECRET + 24) ^ at64(SECRET + 32);
+        last = at64(in + nbytes - 8) ^ at64(SECRET + 40) ^ at64(SECRET + 48);
+        return avalanche(length + __builtin_bswap64(first) + last + fold(first, last));
+    }
+    if (nbytes > 3) {
+        memcpy(&first, in, 4), memcpy(&last, in + nbytes - 4, 4);
+        uint64_t sum = (last + (first << 32)) ^ at64(SECRET + 8) ^ at64(SECRET + 16);
+        sum ^= (sum << 49 | sum >> 15) ^ (sum << 24 | sum >> 40);
+        sum *= 0x9FB21C651E98DF25;
+        sum = (sum ^ ((sum >> 35) + length)) * 0x9FB21C651E98DF25;
+        return sum ^ sum >> 28;
+    }
+    uint32_t combined = (uint32_t)in[0] << 16 | (uint32_t)in[nbytes >> 1] << 24 | in[nbytes - 1] | (uint32_t)nbytes << 8;
+    uint64_t sum = combined ^ (uint32_t)(at64(SECRET) ^ at64(SECRET) >> 32);
+    sum = (sum ^ sum >> 33) * P2;
+    sum = (sum ^ sum >> 29) * P3;
+    return sum ^ sum >> 32;
+}
+
 uint64_t expertly_xxh3(const uint8_t *in, int64_t nbytes) {
+    if (nbytes <= 240) return nbytes > 16 ? of_few(in, nbytes) : of_least(in, nbytes);
     uint64_t sums[8] = {Q3, P1, P2, P3, P4, Q2, P5, Q1};
     int64_t num_blocks = (nbytes - 1) / 1024, rest = (nbytes - 1) % 1024 / 64;
     for (int64_t block = 0; block < num_blocks; block++) stripes(sums, in + 1024 * block, SECRET, 16, 1);
@@ -140,8 +192,7 @@ uint64_t expertly_xxh3(const uint8_t *in, int64_t nbytes) {
     uint64_t sum = (uint64_t)nbytes * P1;
     for (int i = 0; i < 4; i++)
         sum += fold(sums[2 * i] ^ at64(SECRET + 11 + 16 * i), sums[2 * i + 1] ^ at64(SECRET + 19 + 16 * i));
-    sum = (sum ^ sum >> 37) * 0x165667919E3779F9;
-    return sum ^ sum >> 32;
+    return avalanche(sum);
 }
 
 /* -- one piece ------------------------------------------------------------------------------------------------------ */
@@ -184,7 +235,7 @@ static int read_all(const team_t *team, const layer_t *layer, char *to, int64_t 
     return 1;
 }
 
-/* Compare the blocks of a piece that are due; one that is only partly in it is read again as a whole. */
+/* Compare the blocks of a piece that are due, or all; one that is only partly in it is read again as a whole. */
 static void compare(team_t *team, const layer_t *layer, const request_t *request, const piece_t *piece, result_t *result) {
     int64_t block = layer->block_nbytes, first = request->first + piece->at, end = first + piece->nbytes;
     int64_t of_expert = request->place * (layer->expert_nbytes / block);
@@ -194,15 +245,13 @@ static void compare(team_t *team, const layer_t *layer, const request_t *request
         uint8_t *left = layer->left + of_expert + number;
         const char *bytes = request->address + begin - request->first;
         if (begin < first || begin + block > end) {
-            if (__atomic_load_n(left, __ATOMIC_RELAXED)) continue;
+            if (!result->is_changed && __atomic_load_n(left, __ATOMIC_RELAXED)) continue;
             int64_t offset = layer->begin + request->place * layer->expert_nbytes + begin;
             if (!whole && posix_memalign((void **)&whole, PAGE, (size_t)block)) {
                 fail(result, ENOMEM, offset, block);
                 break;
             }
-            int64_t buffered = result->buffered_nbytes;
             if (!read_all(team, layer, whole, offset, block, result)) break;
-            result->buffered_nbytes = buffered; /* counted as read again */
             result->again_nbytes += block;
             bytes = whole;
         }
@@ -234,12 +283,42 @@ static void bring(team_t *team, const piece_t *piece, result_t *result) {
     const request_t *request = &piece->span->request;
     const layer_t *layer = team->layers + request->layer;
     int64_t offset = layer->begin + request->place * layer->expert_nbytes + request->first + piece->at;
-    if (!read_all(team, layer, request->address + piece->at, offset, piece->nbytes, result)) return;
-    if (piece->span->is_due) compare(team, layer, request, piece, result);
+    int is_whole = read_all(team, layer, request->address + piece->at, offset, piece->nbytes, result);
     struct stat about;
-    if (fstat((int)layer->fd, &about) == 0)
+    if (fstat((int)layer->fd, &about)) fail(result, errno, offset, piece->nbytes);
+    else
         result->is_changed =
             about.st_size != layer->size || in_ns(&about, 0) != layer->mtime_ns || in_ns(&about, 1) != layer->ctime_ns;
+    if (!is_whole || result->error) return;
+    if (result->is_changed && (about.st_size != layer->size || !layer->block_nbytes))
+        fail(result, CHANGED, about.st_size, layer->size);
+    else if (result->is_changed || piece->span->is_due)
+        compare(team, layer, request, piece, result);
+}
+
+/* -- the files ------------------------------------------------------------------------------------------------------ */
+
+/* Whether a read past the page cache may begin and end within a page; not where the file has no second sector. */
+static int reads_sectors(int fd) {
+    void *page;
+    if (posix_memalign(&page, PAGE, PAGE)) return 0;
+    int is_read = pread(fd, (char *)page + SECTOR, SECTOR, SECTOR) == SECTOR;
+    free(page);
+    return is_read;
+}
+
+static void begin(layer_t *layer) {
+    struct stat about = {0};
+    fstat((int)layer->fd, &about);
+    layer->size = about.st_size, layer->mtime_ns = in_ns(&about, 0), layer->ctime_ns = in_ns(&about, 1);
+    int fd = (int)layer->direct_fd;
+#if defined(__APPLE__)
+    if (fcntl(fd, F_NOCACHE, 1)) layer->direct_fd = -1;
+#else
+    posix_fadvise((int)layer->fd, 0, 0, POSIX_FADV_RANDOM); /* no readahead */
+    if (fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_DIRECT)) layer->direct_fd = -1;
+#endif
+    layer->alignment = layer->direct_fd >= 0 && reads_sectors(fd) ? SECTOR : PAGE;
 }
 
 /* -- the queues, under the lock ------------------------------------------------------------------------------------- */
@@ -300,8 +379,8 @@ static void end_piece(team_t *team, const piece_t *piece, const result_t *result
     team->num_reading--;
     team->num_prefetch_pieces -= piece->is_prefetch;
     span->num_reading--;
-    whole->buffered_nbytes += result->buffered_nbytes;
-    whole->again_nbytes += result->again_nbytes;
+    team->totals->buffered_nbytes += result->buffered_nbytes;
+    team->totals->disk_nbytes += result->again_nbytes;
     whole->is_changed |= result->is_changed;
     if (result->error && !whole->error) {
         whole->checksum = result->checksum, whole->expected = result->expected;
@@ -351,7 +430,7 @@ static void *of_readers(void *data) {
 /* -- what is called from outside, by one thread but for `until_arrived` --------------------------------------------- */
 
 /* Of the structures above; engine/transfer.py says the same number. */
-int expertly_readers_version(void) { return 1; }
+int expertly_readers_version(void) { return 2; }
 
 /* Readers end; `until_arrived` returns. */
 void expertly_readers_hush(team_t *team) {
@@ -372,14 +451,15 @@ void expertly_readers_close(team_t *team) {
 }
 
 /* `read`: NULL: pread. NULL where threads cannot be started. */
-team_t *expertly_readers_open(int num_threads, const layer_t *layers, read_fn read) {
+team_t *expertly_readers_open(int num_threads, layer_t *layers, int num_layers, totals_t *totals, read_fn read) {
     team_t *team = calloc(1, sizeof *team);
     pthread_t *threads = calloc((size_t)num_threads, sizeof *threads);
     if (!team || !threads) {
         free(team), free(threads);
         return NULL;
     }
-    team->threads = threads, team->layers = layers, team->read = read ? read : pread;
+    team->threads = threads, team->layers = layers, team->totals = totals, team->read = read ? read : pread;
+    for (int i = 0; i < num_layers; i++) begin(layers + i);
     pthread_mutex_init(&team->lock, NULL);
     pthread_cond_init(&team->work, NULL), pthread_cond_init(&team->arrived, NULL);
     for (; team->num_threads < num_threads; team->num_threads++) {
@@ -408,6 +488,7 @@ static int is_due(const layer_t *layer, const request_t *request) {
 /* 0, or -1 where memory is short; then nothing was submitted. */
 int expertly_readers_submit(team_t *team, const request_t *requests, int num, int is_prefetch) {
     queue_t made = {0};
+    int64_t total = 0;
     for (int i = 0; i < num; i++) {
         span_t *span = calloc(1, sizeof *span);
         if (!span) {
@@ -425,6 +506,7 @@ int expertly_readers_submit(team_t *team, const request_t *requests, int num, in
         span->request = requests[i], span->result.tag = requests[i].tag, span->piece_nbytes = piece;
         span->is_prefetch = is_prefetch, span->is_due = is_due(layer, requests + i);
         append(&made, span);
+        total += nbytes;
     }
     if (!made.first) return 0;
     pthread_mutex_lock(&team->lock);
@@ -433,6 +515,7 @@ int expertly_readers_submit(team_t *team, const request_t *requests, int num, in
     else queue->first = made.first;
     queue->last = made.last;
     if (!is_prefetch) team->num_loads += num;
+    team->totals->disk_nbytes += total;
     pthread_cond_broadcast(&team->work);
     pthread_mutex_unlock(&team->lock);
     return 0;
@@ -454,6 +537,7 @@ int expertly_readers_cancel(team_t *team, int64_t layer, int64_t *tags) {
                 pthread_cond_broadcast(&team->work);
             } else {
                 tags[num++] = span->request.tag;
+                team->totals->disk_nbytes -= span->request.nbytes;
                 free(span);
             }
         }
@@ -494,21 +578,16 @@ unsigned expertly_readers_until_arrived(team_t *team, unsigned seen) {
     return num;
 }
 
-/* Drop what has not begun, wait for what has, and forget it; `result` says how much was read and nobody took, and
- * `nbytes` of spans of which nothing was read. */
-void expertly_readers_drain(team_t *team, result_t *result) {
-    *result = (result_t){0};
+/* Drop what has not begun, wait for what has, and forget it. */
+void expertly_readers_drain(team_t *team) {
     pthread_mutex_lock(&team->lock);
     team->is_draining = 1;
-    while (team->num_reading) pthread_cond_wait(&team->arrived, &team->lock);
     queue_t *queues[] = {&team->loads, &team->prefetches, &team->done};
-    for (int i = 0; i < 3; i++) {
-        for (span_t *span = queues[i]->first; span; span = span->behind) {
-            if (!span->next) result->nbytes += span->request.nbytes;
-            result->buffered_nbytes += span->result.buffered_nbytes, result->again_nbytes += span->result.again_nbytes;
-        }
-    }
-    free_all(&team->loads), free_all(&team->prefetches), free_all(&team->done);
+    for (int i = 0; i < 2; i++)
+        for (span_t *span = queues[i]->first; span; span = span->behind)
+            if (!span->next) team->totals->disk_nbytes -= span->request.nbytes;
+    while (team->num_reading) pthread_cond_wait(&team->arrived, &team->lock);
+    for (int i = 0; i < 3; i++) free_all(queues[i]);
     team->num_loads = 0, team->is_draining = 0;
     pthread_mutex_unlock(&team->lock);
 }

@@ -10,16 +10,15 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import accumulate
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from expertly.core.errors import ConfigError
+from expertly.core.compiled import compiled
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS
@@ -99,14 +98,10 @@ class ReuseModel(LearnedState):
     max_rows: int | None = 8192  # of a training part: more teach little, and take seconds
 
     def __init__(self, shape: ModelShape) -> None:
-        """Raises ConfigError where reuse.c was not compiled."""
         self.shape = shape
         self._mean: Floats = np.zeros(sum(shape.num_experts), np.float32)  # of all inputs, by dense id
         self._values: Floats = np.zeros(sum(shape.num_experts), np.float32)  # as computed when each layer ran last
         self._library = compiled_reuse()
-        if self._library is None:
-            missing = "eviction 'reuse': there was no C compiler when expertly was installed"
-            raise ConfigError(f"{missing}; accepted: another system, such as lru, or install it anew")
         self._weights: list[Floats] = []  # of each layer, [E, S]
         self._rows: list[Floats] = []  # the same, [S, E filled up to whole vectors]: sums over S are sums of rows
         places = _places(shape.num_experts)
@@ -137,11 +132,11 @@ class ReuseModel(LearnedState):
             *(_FADING_OF_RATES, *(np.exp(-BATCH / (tokens * num_layers)) for tokens in (WEIGHED, KNOWN))),
         )
         parameters = struct.pack("7q9P12d", *sizes, *(array.ctypes.data for array in arrays), *numbers)
-        nbytes = self._library.expertly_reuse_begin(None, parameters)
+        nbytes = self._library.reuse_begin(None, parameters)
         assert nbytes, "reuse.c is of other sizes"
         memory = np.zeros(nbytes + 64, np.uint8)
         state = ctypes.c_void_p(-(-memory.ctypes.data // 64) * 64)
-        self._library.expertly_reuse_begin(state, parameters)
+        self._library.reuse_begin(state, parameters)
         self._pointed_to = memory, arrays
         return state
 
@@ -152,7 +147,7 @@ class ReuseModel(LearnedState):
         if router.batch_tokens:
             num = len(router.experts)
             numbers = struct.pack(f"{2 * num}i", *router.experts, *router.num_tokens)
-            observe = self._library.expertly_reuse_observe
+            observe = self._library.reuse_observe
             observe(self._state, router.layer, num, numbers, router.batch_tokens, self._is_decode)
             self._num_tokens[router.layer] += router.batch_tokens
 
@@ -191,7 +186,7 @@ class ReuseModel(LearnedState):
         for weights, part in zip(self._weights, np.split(arrays["weights"], ends[:-1]), strict=True):
             weights[:] = part.reshape(weights.shape)
         num_known = np.minimum(arrays["tokens"], MEANS_KNOWN).astype(np.int64)
-        self._library.expertly_reuse_restored(self._state, num_known.ctypes.data)
+        self._library.reuse_restored(self._state, num_known.ctypes.data)
 
     def sizes(self) -> Sizes:
         num_weights = sum(weights.size for weights in self._weights)
@@ -208,25 +203,17 @@ class ReuseModel(LearnedState):
 
 
 @cache
-def compiled_reuse(folder: Path = Path(__file__).parent) -> Any:
-    """The library of reuse.c. None where it was not compiled when expertly was installed, or is of another version.
-
-    Calls keep the interpreter lock: they take microseconds, and to get it back from a thread that computes may take
-    milliseconds.
+def compiled_reuse() -> SimpleNamespace:
+    """The functions of reuse.c. They keep the interpreter lock: they take microseconds, and getting it back from a
+    thread that computes may take milliseconds. Raises ConfigError where they were not compiled.
     """
-    for path in sorted(folder.glob("_reuse*.so")):
-        with suppress(OSError, AttributeError):
-            library = ctypes.PyDLL(str(path))
-            if library.expertly_reuse_version() != _VERSION:
-                continue
-            begin, observe = library.expertly_reuse_begin, library.expertly_reuse_observe
-            restored = library.expertly_reuse_restored
-            begin.argtypes, begin.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_size_t
-            observe.argtypes = (ctypes.c_void_p, *2 * (ctypes.c_int,), ctypes.c_char_p, ctypes.c_int64, ctypes.c_int)
-            restored.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-            observe.restype = restored.restype = None
-            return library
-    return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    functions = {
+        "reuse_begin": (ctypes.c_size_t, (pointer, ctypes.c_char_p)),
+        "reuse_observe": (None, (pointer, number, number, ctypes.c_char_p, ctypes.c_int64, number)),
+        "reuse_restored": (None, (pointer, pointer)),
+    }
+    return compiled("policies/_reuse", _VERSION, functions, ctypes.PyDLL)
 
 
 def _places(num_experts: Sequence[int]) -> list[tuple[int, int, int, int]]:

@@ -18,7 +18,6 @@ from expertly.policies.known import NOTHING, Known
 from expertly.policies.learned import LearnedState
 from expertly.policies.prediction import ALL_LAYERS, Predictor
 from expertly.policies.registry import ALLOCATIONS, EVICTIONS, PREDICTORS, PREFETCHES, OrNone, Registry
-from expertly.policies.reuse import compiled_reuse
 from expertly.scheduler.budget import Budget, allocate
 from expertly.scheduler.scheduler import Scheduler
 
@@ -307,11 +306,9 @@ SYSTEMS: Registry[System] = Registry(
 
 def default_system(layers: Sequence[LayerGeometry]) -> tuple[str, float]:
     """The default system, and the mean MiB of the model's experts, which decides: loading a tiny expert takes less time
-    than working out whether it will be needed. Where nothing was compiled, the baseline.
+    than working out whether it will be needed.
     """
     nbytes = sum(layer.nbytes for layer in layers) / sum(layer.num_experts for layer in layers)
-    if compiled_reuse() is None:
-        return BASE_SYSTEM, nbytes / (1 << 20)
     return "expertly-ahead" if nbytes >= LEAST_NBYTES else "expertly", nbytes / (1 << 20)
 
 

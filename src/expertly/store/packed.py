@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -22,13 +22,14 @@ from expertly.formats import FORMATS
 from expertly.formats.tiles import TILE_OUTPUTS
 from expertly.store.checkpoint import INDEX_NAME, check_claims
 from expertly.store.manifest import IS_FLOAT, ITEMSIZE, JOURNAL_NAME, MANIFEST_NAME, PACK_AGAIN, STORE_DTYPES, Manifest
-from expertly.store.reader import is_changed
 from expertly.store.sums import CHECK_EVERY, Sums, open_sums, sums_name
 
 DENSE_NAME = "dense.safetensors"
 EXPERTS_KEY = "experts"
 
 _CHUNK_NBYTES = 4 << 20
+_OF_CONTENT = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+"""What changes where a file is replaced, or written to."""
 
 
 def experts_name(layer: int) -> str:
@@ -103,6 +104,13 @@ class LayerFile(NamedTuple):
     sums: Sums | None  # with which what is read is compared; None: it is not
     places: Sequence[int]  # of each expert its place in the file, from 0
     check_every: int = CHECK_EVERY  # of so many reads of a block one is compared; the first is, too
+
+
+class ExtentSource(Protocol):
+    """The part of a PackedStore that reading needs."""
+
+    def layer_file(self, layer: int) -> LayerFile:
+        """Where the experts of a layer lie."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +210,8 @@ class PackedStore:
     def check_since(self) -> None:
         """Raises StoreError where one of the files that were `checked` has been written to, or replaced, since then."""
         for name, about in self.checked.items():
-            if is_changed(about, _about(self.folder / name)):
+            now = _about(self.folder / name)
+            if any(getattr(about, each) != getattr(now, each) for each in _OF_CONTENT):
                 raise StoreError(f"{self.folder / name}: was written to while the model was loaded; load it again")
 
     def check_layer(self, layer: int) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +57,10 @@ class Emulated:
 
         return call
 
+    def functions(self, functions: Mapping[str, tuple[Any, Sequence[Any]]]) -> SimpleNamespace:
+        made = {name: self.function(f"expertly_{name}", *kinds) for name, kinds in functions.items()}
+        return SimpleNamespace(**made)
+
     def _connection(self) -> socket.socket:
         if not hasattr(self._of_thread, "connection"):
             self._of_thread.connection = socket.socket(socket.AF_UNIX)
@@ -71,30 +75,18 @@ def products(emulated: Emulated) -> kernels.Library:
     tables = ctypes.create_string_buffer(grids(), len(grids()))
     take = emulated.function("expertly_products_grids", ctypes.c_int, (ctypes.c_void_p, ctypes.c_int64))
     assert not take(ctypes.addressof(tables), len(tables))
-    functions = {
-        name: emulated.function(f"expertly_{name}", ctypes.c_int64 if name == "program" else ctypes.c_int, arguments)
-        for name, arguments in kernels._ARGUMENTS.items()
-    }
-    has_half = emulated.function("expertly_products_has_half", ctypes.c_int, (ctypes.c_int,))(0)
-    dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if has_half else {}), torch.float32: 2}
-    return kernels.Library("generic", 0, dtypes, SimpleNamespace(**functions))
-
-
-def readers(emulated: Emulated) -> SimpleNamespace:
-    functions = {
-        name: emulated.function(f"expertly_readers_{name}", result, arguments)
-        for name, (result, arguments) in transfer._FUNCTIONS.items()
-    }
-    return SimpleNamespace(**functions)
+    call = emulated.functions(kernels.FUNCTIONS)
+    dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if call.products_has_half(0) else {}), torch.float32: 2}
+    return kernels.Library("generic", 0, dtypes, call)
 
 
 _emulated = Emulated()
-_libraries, _readers = ((products(_emulated),), ""), readers(_emulated)
-kernels.libraries = lambda folder=None: _libraries
-transfer._library = lambda: _readers
+_libraries, _readers = (products(_emulated),), _emulated.functions(transfer._FUNCTIONS)
+kernels.libraries = lambda: _libraries
+transfer.library = lambda: _readers
 
 
-_LEFT_OUT = ("fork", "another_version", "[decoded-", "[a task-", "[many-", "(1, 90, 3)")
+_LEFT_OUT = ("fork", "bypass", "[decoded-", "[a task-", "[many-", "(1, 90, 3)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

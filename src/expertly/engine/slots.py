@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.store.packed import LayerFile
-
-
-class ExtentSource(Protocol):
-    """The part of a PackedStore that reading needs."""
-
-    def layer_file(self, layer: int) -> LayerFile:
-        """Where the experts of a layer lie."""
 
 
 class HostPool:
