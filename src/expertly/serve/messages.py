@@ -16,7 +16,7 @@ from expertly.serve.answers import Json, parts_of
 from expertly.serve.errors import ApiError
 from expertly.serve.prompts import Prompts
 from expertly.serve.request import Delta, ServedRequest
-from expertly.serve.responses import TextFormat
+from expertly.serve.responses import FORMAT, TextFormat
 from expertly.serve.schema import (
     AnyTool,
     Content,
@@ -28,6 +28,7 @@ from expertly.serve.schema import (
     Stop,
     Strict,
     Tool,
+    ToolCall,
     Tuning,
     joined,
 )
@@ -36,9 +37,9 @@ NEEDED = {"text": ("text",), "thinking": ("thinking",), "tool_use": ("id", "name
 NEEDED |= {"tool_result": ("tool_use_id",)}
 """By type of block, the fields without which it says nothing."""
 
-ACCEPTED = {"system": ("text",), "user": ("text", "tool_result"), "tool_result": ("text",)}
+ACCEPTED = {"system": ("text",), "user": ("text", "tool_result")}
 ACCEPTED |= {"assistant": ("text", "tool_use", "thinking", "redacted_thinking")}
-"""By role of a message, or type of a block that holds others, the types of blocks in it."""
+"""By role, the types of blocks in its messages."""
 
 BILLING = "x-anthropic-billing-header:"
 """Begins a text before Claude Code's system prompt that differs in each request, so that no prefix would be reused."""
@@ -55,7 +56,7 @@ class Block(Strict):
     name: Name | None = None
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[Name, Field(min_length=1)] | None = None
-    content: Blocks | None = None
+    content: Content | None = None
     is_error: bool | None = None
 
     @model_validator(mode="after")
@@ -63,42 +64,38 @@ class Block(Strict):
         for name in NEEDED.get(self.type, ()):
             if getattr(self, name) is None:
                 raise ValueError(f"{name}: required of a block of type {self.type}")
-        _check_types(self.content, self.type)
         return self
-
-
-Blocks = str | Annotated[list[Block], Field(max_length=1024, fail_fast=True)]
-
-
-def _check_types(content: Blocks | None, holder: str) -> None:
-    for number, block in enumerate(content if isinstance(content, list) else ()):
-        if holder in ACCEPTED and block.type not in ACCEPTED[holder]:
-            accepted = f"accepted in a {holder} message or block: {', '.join(ACCEPTED[holder])}"
-            raise ValueError(f"content.{number}.type: {block.type!r} cannot be read by this server; {accepted}")
 
 
 class InputTurn(Strict):
     role: Literal["system", "user", "assistant"]
-    content: Blocks
+    content: str | Annotated[list[Block], Field(max_length=1024, fail_fast=True)]
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [Block(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
     @model_validator(mode="after")
     def _has_blocks_of_its_role(self) -> InputTurn:
-        _check_types(self.content, self.role)
+        for number, block in enumerate(self.blocks):
+            if block.type not in ACCEPTED[self.role]:
+                accepted = f"accepted of role {self.role}: {', '.join(ACCEPTED[self.role])}"
+                raise ValueError(f"content.{number}.type: {block.type!r} cannot be read by this server; {accepted}")
         return self
 
-    def messages(self) -> Iterator[Json]:
+    def messages(self) -> Iterator[Message]:
         """One for each block. Results of tools go first, as templates want them right behind their calls."""
-        blocks = [Block(type="text", text=self.content)] if isinstance(self.content, str) else self.content
-        for block in sorted(blocks, key=lambda block: block.type != "tool_result"):
+        for block in sorted(self.blocks, key=lambda block: block.type != "tool_result"):
             if block.type == "tool_result":
-                text, of_result = "Error: " * bool(block.is_error), block.content or ""
-                text += of_result if isinstance(of_result, str) else "\n\n".join(part.text or "" for part in of_result)
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+                result = [block.content] if isinstance(block.content, str) else [p.text for p in block.content or ()]
+                text = "Error: " * bool(block.is_error) + "\n\n".join(result)
+                yield Message(role="tool", tool_call_id=block.tool_use_id, content=text)
             elif block.type == "tool_use":
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                yield {"role": self.role, "tool_calls": [{"id": block.id, "type": "function", "function": function}]}
+                call = ToolCall.model_validate({"id": block.id, "type": "function", "function": function})
+                yield Message(role="assistant", tool_calls=[call])
             elif block.type != "redacted_thinking":
-                yield {"role": self.role, "content": block.text or "", "reasoning_content": block.thinking}
+                yield Message(role=self.role, content=block.text or "", reasoning_content=block.thinking)
 
 
 class ClientTool(Function):
@@ -138,11 +135,7 @@ class CountRequest(Tuning):
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    of_chat: ClassVar[dict[str, str]] = {
-        "response_format.json_schema": "output_config.format",
-        "response_format": "output_config.format",
-    }
-    """Fields of the chat request that it becomes, and their names in this one."""
+    of_chat: ClassVar[dict[str, str]] = dict.fromkeys(FORMAT, "output_config.format")
     cannot: ClassVar[dict[str, str]] = Tuning.cannot | {"mcp_servers": "this server calls no others"}
 
     def as_chat(self) -> Json:
@@ -151,9 +144,8 @@ class CountRequest(Tuning):
         forced: Any = {"any": "required", "tool": {"type": "function", "function": {"name": choice.name}}}
         thinking, thinks = self.thinking and self.thinking.type, {"enable_thinking": True, "thinking": True}
         system = [self.system] if isinstance(self.system, str) else [part.text for part in self.system or ()]
-        said = [{"role": "system", "content": text} for text in system if not text.startswith(BILLING)]
-        said += [message for turn in self.messages for message in turn.messages()]
-        messages = joined(Message.model_validate(message) for message in said)
+        said = [Message(role="system", content=text) for text in system if not text.startswith(BILLING)]
+        messages = joined([*said, *(message for turn in self.messages for message in turn.messages())])
         return {
             **{name: getattr(self, name) for name in Tuning.model_fields},
             "messages": messages,

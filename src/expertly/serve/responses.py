@@ -95,6 +95,10 @@ class ReasoningWish(Strict):
     effort: Effort | None = None
 
 
+FORMAT = ("response_format.json_schema", "response_format")
+"""Where the chat API has a TextFormat."""
+
+
 class TextFormat(Strict):
     type: FormatType
     name: Name | None = None
@@ -121,11 +125,7 @@ class ResponsesRequest(Tuning):
     reasoning: ReasoningWish | None = None
     text: TextWish | None = None
     chat_template_kwargs: Variables | None = None
-    of_chat: ClassVar[dict[str, str]] = {
-        "messages": "input",
-        "response_format.json_schema": "text.format",
-        "response_format": "text.format",
-    }
+    of_chat: ClassVar[dict[str, str]] = {"messages": "input"} | dict.fromkeys(FORMAT, "text.format")
     """Fields of the chat request that it becomes, and their names in this one."""
     cannot: ClassVar[dict[str, str]] = Tuning.cannot | {
         "response_format": "use text.format",
@@ -167,8 +167,9 @@ class ResponsesRequest(Tuning):
         return joined(messages)
 
 
-ECHOED = {"model", "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "text"}
-"""What an answer says of its request."""
+ECHOED: Json = {"instructions": None, "max_output_tokens": None, "temperature": 1.0, "top_p": 1.0, "metadata": {}}
+ECHOED |= {"tools": [], "tool_choice": "auto", "text": {"format": {"type": "text"}}}
+"""What an answer says of its request, and of one that does not have these fields."""
 
 
 class ResponsesAnswer:
@@ -179,9 +180,9 @@ class ResponsesAnswer:
     def __init__(self, asked: ResponsesRequest, request: ServedRequest, readers: Mapping[int, AnswerReader]) -> None:
         self.request = request
         self._readers = readers
-        self._echo = asked.model_dump(include=ECHOED, by_alias=True, exclude_none=True)
-        self._echo["parallel_tool_calls"] = asked.parallel_tool_calls is not False
-        self._head = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
+        echo = asked.model_dump(include={"model", *ECHOED}, by_alias=True, exclude_none=True)
+        self._head = {**ECHOED, **echo, "parallel_tool_calls": asked.parallel_tool_calls is not False}
+        self._head |= {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
         self._items: list[Json] = []
         self._open: str | None = None  # "output", "reasoning" or "call": the last item, while text comes to it
         self._is_cut = False
@@ -303,13 +304,4 @@ class ResponsesAnswer:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": list(self._items) if is_over else [],
             "usage": counts if is_over else None,
-            "instructions": None,
-            "max_output_tokens": None,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "tools": [],
-            "tool_choice": "auto",
-            "text": {"format": {"type": "text"}},
-            "metadata": {},
-            **self._echo,
         }
