@@ -27,6 +27,7 @@ from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
 from tests.engine.test_graphs import RECORDED
 from tests.families import generate, make_checkpoint, make_prompts
+from tests.model.test_turns import Passes
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -34,7 +35,7 @@ COMPARED = 3
 """Tokens that a layer computes both ways before it is a program."""
 
 
-def programs_of(model: Any) -> list[graphs.LayerGraphs]:
+def programs_of(model: Any) -> list[graphs.Forms]:
     return [it.__dict__["_expertly_graphs"] for it in model.modules() if it.__dict__.get("_expertly_graphs")]
 
 
@@ -236,6 +237,26 @@ def test_a_token_of_resident_experts_is_one_call(cases: Cases, monkeypatch: pyte
         calls.clear()
         decode(model, prompt, tokens)
         assert len(calls) == len(tokens)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # half of whose layers slide
+def test_requests_that_share_a_pass_run_as_programs(family: str, cases: Cases) -> None:
+    """Over a server's paged cache, with up to four tokens: the tokens are those of `generate`."""
+    case, asked = cases[family], {1: 12, 2: 20, 3: 25, 4: 30, 6: 12}
+    prompts = make_prompts(max(asked), length=20, seed=7)
+    with loaded(case.store, memory="60%") as model:
+        batch = Passes(model, num_pages=64)
+        try:
+            for num_requests, length in asked.items():
+                before = num_run(model)
+                for number, prompt in enumerate(prompts[:num_requests]):
+                    batch.ask(f"{num_requests}-{number}", prompt, length)
+                batch.wait()
+                assert num_run(model) > before or num_requests > 4
+        finally:
+            batch.close()
+        for name, tokens in batch.tokens.items():
+            assert tokens == generate(case.reference, [prompts[int(name[2:])]], len(tokens))[0]
 
 
 def test_whoever_looks_between_layers_sees_what_they_give(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

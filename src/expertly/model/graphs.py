@@ -1,9 +1,9 @@
-"""The dense part of MoE layers as graphs of an accelerator's kernels, which the host launches at once, for a single
-token: what a layer does before attention, between attention and experts, and behind the experts. Attention, whose keys
+"""The dense part of MoE layers as graphs of an accelerator's kernels, which the host launches at once, for a token or a
+few: what a layer does before attention, between attention and experts, and behind the experts. Attention, whose keys
 and values grow, and experts, which come and go, run between them as ever.
 
-A layer's own forward is recorded once, with both replaced, so that no family is named here. The first tokens are
-computed twice: a layer whose graphs do not give its own forward's numbers, to the bit, stays as it is.
+A layer's own forward is recorded once for each kind of call, with both replaced, so that no family is named here. The
+first tokens are computed twice: a layer whose graphs do not give its own forward's numbers, to the bit, stays as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model import routers
@@ -81,7 +82,7 @@ def use_graphs(
         ):
             original = type(layer)
             layer.__class__ = look_alike(original, forward=_forward_of(original))
-            layer._expertly_graphs = (make or LayerGraphs)(layer, original, module, router, shared)
+            layer._expertly_graphs = Forms(make or LayerGraphs, original, module, router, shared)
         else:
             kernels.stopped["code that is not on a list"] += 1
 
@@ -93,12 +94,13 @@ def looks_up(module: nn.Module) -> set[str]:
 
 def _forward_of(original: Any) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        graphs: LayerGraphs | None = self._expertly_graphs
-        if graphs is not None and not args and graphs.takes(self, hidden_states, kwargs):
+        forms: Forms | None = self._expertly_graphs
+        graphs = forms.of(self, hidden_states, kwargs) if forms is not None and not args else None
+        if forms is not None and graphs is not None and graphs.takes(self, hidden_states, kwargs):
             if graphs.num_compared == NUM_COMPARED:
                 return graphs.run(hidden_states, kwargs)
             if not graphs.prove(self, hidden_states, kwargs):
-                self._expertly_graphs = None
+                forms.give_up(graphs)
         return original.forward(self, hidden_states, *args, **kwargs)
 
     return forward
@@ -110,21 +112,53 @@ class _Shared:
     def __init__(self, recorder: Recorder, kernels: Kernels) -> None:
         self.recorder, self.kernels = recorder, kernels
         self.fixed: tuple[torch.Tensor, ...] = ()  # where graphs read the angles
-        self.angles: Any = None  # which were copied there last
+        self._angles: Any = None  # which were copied there last
+        self._of_kind: dict[Any, tuple[torch.Tensor, ...]] = {}
 
     def keep(self, angles: Any) -> bool:
-        """Have graphs read these angles. False where they are not of the kind of the first ones."""
+        """Have graphs of their kind read these angles."""
+        if angles is self._angles:
+            return True
         if not isinstance(angles, tuple):
             return False
-        if not self.fixed:
+        kind = tuple([(part.shape, part.dtype) for part in angles])
+        if kind not in self._of_kind:
             with torch.inference_mode(False):
-                self.fixed = tuple(map(torch.empty_like, angles))
-        if [(part.shape, part.dtype) for part in angles] != [(part.shape, part.dtype) for part in self.fixed]:
-            return False
+                self._of_kind[kind] = tuple(map(torch.empty_like, angles))
+        self.fixed, self._angles = self._of_kind[kind], angles
         for place, part in zip(self.fixed, angles, strict=True):
             place.copy_(part)
-        self.angles = angles
         return True
+
+
+_MOST_FORMS = 12
+"""Kinds of calls of one layer that are recorded: one takes some memory for each token."""
+
+
+class Forms:
+    """The graphs of one layer, one for each kind of call: how many tokens of one sequence, or of several side by side,
+    and the names of the arguments.
+    """
+
+    def __init__(self, make: type[LayerGraphs], *parts: Any) -> None:
+        self.make, self._parts = make, parts
+        self._of_kind: dict[Any, LayerGraphs | None] = {}
+
+    def of(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerGraphs | None:
+        """None: the layer stays as it is."""
+        num_sequences, num_tokens = hidden.shape[:2]
+        if num_sequences != 1 or num_tokens > self.make.most_tokens:
+            return None
+        kind = num_tokens, *kwargs
+        if kind not in self._of_kind:
+            is_new = len(self._of_kind) < _MOST_FORMS
+            self._of_kind[kind] = self.make(layer, *self._parts) if is_new else None
+        return self._of_kind[kind]
+
+    def give_up(self, graphs: LayerGraphs) -> None:
+        for kind, others in self._of_kind.items():
+            if others is graphs:
+                self._of_kind[kind] = None
 
 
 class LayerGraphs:
@@ -132,26 +166,27 @@ class LayerGraphs:
     them, and is passed to each method: so it is freed with its model.
     """
 
+    most_tokens = 1
+
     def __init__(self, layer: Any, original: Any, experts: Any, router: Any, shared: _Shared) -> None:
         self._original, self._experts, self._router, self._shared = original, experts, router, shared
         self._attention = layer.self_attn
         self._tried = AsTried(layer, observed=router)
         self.num_compared = self._num_unsure = 0
         self._replays: list[Any] = []
+        self._fixed: tuple[torch.Tensor, ...] = ()  # angles as it was recorded
         self._at = SimpleNamespace()  # tensors by their names
         self._scaling: Any = None  # of attention
         self._more: dict[str, Any] = {}  # what attention is called with beside what the layer is called with
         self._passed: frozenset[str] = frozenset()  # of what the layer is called with, what attention is called with
 
     def takes(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether this is a token of a loaded model as it was recorded, which nobody watches, trains or changed."""
+        """Whether this is a call of a loaded model as it was recorded, which nobody watches, trains or changed."""
         shared, like = self._shared, getattr(self._at, "hidden", hidden)
-        angles = kwargs.get("position_embeddings")
         if (
-            hidden.shape[:2] != (1, 1)
-            or type(hidden) is not type(like)
+            type(hidden) is not type(like)
             or (hidden.dtype, hidden.device) != (like.dtype, like.device)
-            or type(kwargs.get(CACHE)) not in (type(None), DynamicCache)
+            or type(kwargs.get(CACHE)) not in (type(None), DynamicCache, PagedAttentionCache)
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled(hidden.device.type)
             or layer.training
@@ -162,7 +197,11 @@ class LayerGraphs:
         for look in self._router._forward_hooks.values():
             if look.__module__ != routers.__name__:  # ours look at routers
                 return False
-        return self._tried.holds() and (angles is shared.angles or shared.keep(angles))
+        return (
+            self._tried.holds()
+            and shared.keep(kwargs.get("position_embeddings"))
+            and (not self._fixed or self._fixed is shared.fixed)
+        )
 
     def prove(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Record what is not recorded, and compare; False where this layer is to stay as it is."""
@@ -222,7 +261,7 @@ class LayerGraphs:
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def _record(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        at, recorder = self._at, self._shared.recorder
+        at, recorder, self._fixed = self._at, self._shared.recorder, self._shared.fixed
         replays: list[Callable[[], None]] = []
 
         def attended(*call: Any) -> torch.Tensor:
@@ -244,7 +283,7 @@ class LayerGraphs:
         at.hidden = hidden.clone()
         try:
             recorder.begin()
-            at.out, at.routed = self._forward(layer, at.hidden, self._shared.fixed, kwargs, attended, mixed)
+            at.out, at.routed = self._forward(layer, at.hidden, self._fixed, kwargs, attended, mixed)
             replays.append(recorder.end())
         except BaseException:
             recorder.abandon()

@@ -1,5 +1,5 @@
-"""The decoder layers of a loaded model as programs of the compiled library, for a single token: norms, projections,
-attention over the KV cache, router, resident experts and what is behind them in one native call.
+"""The decoder layers of a loaded model as programs of the compiled library, for a token or a few: norms, projections,
+attention over the KV cache, router, resident experts of a single token and what is behind them in one native call.
 
 A layer's own forward is noted once: torch's operations and the calls of our kernels (graphs.py says which layers, and
 compares). The call stops where there is something to decide, and where torch has an operation that is not on the list
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model.dense import IDLE, is_native
@@ -177,6 +178,8 @@ def use_programs(model: PreTrainedModel, kernels: Kernels) -> None:
 class LayerProgram(LayerGraphs):
     """The program of one layer."""
 
+    most_tokens = 4  # of each number of tokens a layer keeps the memory of what it computes
+
     _steps: array[int] | None = None  # of what was recorded, with attention and experts between
     _projected: array[int] | None = None  # the call that puts keys and values into the cache
     _chosen: ChosenExperts | None = None
@@ -254,8 +257,12 @@ class LayerProgram(LayerGraphs):
         if projected is None:
             return False
         at, layer, key, room = self._at, self._attention.layer_idx, self._at.key, None
-        if mask is not None and cache is not None:  # for one key more than there are
-            key = key.expand(-1, -1, cache.get_seq_length(layer) + 1, -1)
+        num_tokens = at.hidden.shape[1]
+        if type(cache) is not DynamicCache:
+            put_into(projected, None, num_tokens)
+            return False
+        if mask is not None:  # for more keys than there are
+            key = key[:, :, :1].expand(-1, -1, cache.get_seq_length(layer) + num_tokens, -1)
         name = object.__getattribute__(self._attention.config._expertly_config, "_attn_implementation")
         usual = ALL_ATTENTION_FUNCTIONS[name] if name == "sdpa" and mask is None and self._is_idle else None
         is_known = usual is not None and usual is self._native_as
@@ -265,7 +272,7 @@ class LayerProgram(LayerGraphs):
             self._native_as = usual if is_known else None
         if is_known:
             room = places(cache, layer, at.hidden)
-        put_into(projected, room, 1)
+        put_into(projected, room, num_tokens)
         if room is not None:
             keys, values = room
             point_at(self._asked, keys, values, mask, self._shared.kernels.dtypes)

@@ -1,4 +1,4 @@
-"""All decoder layers of a stack as one program, for a single token: one native call until there is something to decide.
+"""All decoder layers of a stack as one program, for a token or a few: one native call until a decision is due.
 
 The stack's own forward calls each layer, which only notes what it is called with; the last one runs all of them. So no
 family is named here. It is done where the forward's code looks up nothing but what is on a closed list, and was seen to
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from expertly.model.graphs import NUM_COMPARED, looks_up
+from expertly.model.graphs import NUM_COMPARED, Forms, looks_up
 from expertly.model.hooks import look_alike, original_of
 from expertly.model.programs import LayerProgram, run_programs
 
@@ -35,7 +35,7 @@ def use_stacks(model: PreTrainedModel) -> None:
         if (
             type(layers) is nn.ModuleList
             and len(layers)
-            and all(isinstance(vars(layer).get("_expertly_graphs"), LayerProgram) for layer in layers)
+            and all(hasattr(layer, "_expertly_graphs") for layer in layers)
             and looks_up(stack) <= _NAMES
         ):
             forward: Any = inspect.unwrap(original_of(type(stack)).forward)
@@ -65,7 +65,7 @@ class Stack:
         self.code = code
         self._num_seen = 0  # tokens that were passed on as they should
         self._is_known = True  # none was not
-        self._linked: list[LayerProgram] = []  # which go on with each other
+        self._linked: dict[LayerProgram, list[LayerProgram]] = {}  # by the first, which go on with each other
 
     def stand_ins(self, layers: list[nn.Module]) -> Iterator[Callable[..., Any]]:
         """What the forward calls in place of its layers."""
@@ -82,14 +82,14 @@ class Stack:
         self._is_known &= not args and (not number or hidden is given.pop())
         given.append(layers[number](hidden, *args, **kwargs))
         if number == len(layers) - 1:
-            self._num_seen += hidden.shape[:2] == (1, 1)
+            self._num_seen += _are_few(hidden)
         return given[0]
 
     def _call(
         self, layers: list[nn.Module], calls: list[dict[str, Any]], number: int, hidden: torch.Tensor, **kwargs: Any
     ) -> Any:
         """`calls`: what the layers before were called with."""
-        if hidden.shape[:2] != (1, 1):
+        if not _are_few(hidden):
             return layers[number](hidden, **kwargs)
         calls.append(kwargs)
         if number < len(layers) - 1:
@@ -108,7 +108,8 @@ class Stack:
         programs: list[LayerProgram] = []
         for layer, kwargs in zip(layers, calls, strict=True):
             state = vars(layer)
-            program: LayerProgram | None = state.get("_expertly_graphs")
+            forms: Forms | None = state.get("_expertly_graphs")
+            program: Any = None if forms is None else forms.of(layer, hidden, kwargs)
             if (
                 program is None
                 or program.num_compared < NUM_COMPARED
@@ -119,6 +120,12 @@ class Stack:
             ):
                 return None
             programs.append(program)
-        if programs != self._linked:
-            self._linked = programs if all(map(LayerProgram.goes_on_with, programs, programs[1:])) else []
-        return programs if self._linked else None
+        if self._linked.get(programs[0]) != programs:
+            if not all(map(LayerProgram.goes_on_with, programs, programs[1:])):
+                return None
+            self._linked[programs[0]] = programs
+        return programs
+
+
+def _are_few(hidden: torch.Tensor) -> bool:
+    return hidden.shape[0] == 1 and hidden.shape[1] <= LayerProgram.most_tokens
