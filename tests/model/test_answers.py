@@ -1,64 +1,175 @@
-"""An answer in parts: the same however the text comes."""
+"""An answer in parts: the same however the text comes, in each family's format."""
 
 from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
+from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
+from transformers.utils.chat_parsing import parse_response
 
-from expertly.model.answers import AnswerFormat, AnswerPart, AnswerReader
+from expertly.model.answer_formats import FORMATS, HERMES, format_of
+from expertly.model.answers import AnswerFormat, AnswerPart
+from tests.model.formats import ARGUMENTS, CLOCK, FAMILIES, WEATHER, Family
 
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+TOOLS = [WEATHER, CLOCK]
+CALL = '<tool_call>{"name": "clock", "arguments": {"city": "Oslo"}}</tool_call>'
+CALLED = [["call", "clock"], ["arguments", '{"city": "Oslo"}']]
 WRONG = "<tool_call>no JSON</tool_call>"
 
 
-def reader() -> AnswerReader:
-    made = AnswerFormat(None, thinks=True).reader("user: Oslo?", TOOLS)
-    assert made is not None
-    return made
-
-
-def parts(pieces: list[str]) -> list[tuple[str, str]]:
-    """Kind and text, or the name that is called; neighbouring texts of a kind as one."""
-    one, found = reader(), []
-    for part in [part for piece in pieces for part in one.add(piece)] + one.end():
-        if part.kind == "arguments":
-            assert json.loads(part.text) == {"city": "Oslo"}
-            continue
-        found.append((part.kind, part.text))
-        if len(found) > 1 and found[-2][0] == part.kind != "call":
-            (kind, text), (_, more) = found[-2:]
-            found[-2:] = [(kind, text + more)]
+def joined(parts: list[AnswerPart]) -> list[list[str]]:
+    """Kinds and texts; neighbours of a kind as one, except calls."""
+    found: list[list[str]] = []
+    for part in parts:
+        if found and found[-1][0] == part.kind != "call":
+            found[-1][1] += part.text
+        else:
+            found.append([part.kind, part.text])
     return found
+
+
+def read(form: AnswerFormat, text: str, prompt: str = "", tools: Any = TOOLS, **how: bool) -> list[list[str]]:
+    """The parts, the same whole, in letters and in pieces of several sizes."""
+    draw, results = random.Random(5), []
+    for most in (len(text), 1, 4, 20, 20, 60):
+        reader = form.reader(prompt, tools, **how)
+        assert reader is not None
+        left, parts = text, []
+        while left:
+            size = most if most in (len(text), 1) else draw.randint(1, most)
+            parts += reader.add(left[:size])
+            left = left[size:]
+        results.append(joined(parts + reader.end()))
+    assert results == [results[0]] * len(results)
+    return results[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_each_family_is_found_by_its_template_or_vocabulary_and_its_answers_are_read(family: Family) -> None:
+    found = format_of(family.template, ())
+    assert found in FORMATS and (found is not HERMES) == (family.name != "qwen3")
+    if family.name not in ("qwen3-coder", "deepseek-v3", "deepseek-v3.2", "minimax-m2"):  # one of another template
+        assert format_of("{{ tools }}", {*family.special, *family.plain}) is found
+    form = AnswerFormat(None, found)
+    can_think, prompt = "reasoning" in family.answer, "<think>" if family.name == "deepseek-v3.1" else ""
+    calls = [("get-weather", ARGUMENTS), ("clock", {})]
+    said = {"content": "I look."} if family.name != "llama-3" else {}
+    thought = {"reasoning": "Oslo is far."} if can_think else {}
+    for is_whole in (False, True):
+        got = read(form, family.written(calls=calls, **said, **thought), prompt, is_whole=is_whole)
+        head = [["reasoning", "Oslo is far."]] * can_think + [["content", "I look."]] * bool(said)
+        told = [[kind, text.strip()] for kind, text in got]
+        assert told[: len(head)] == head
+        assert [text for kind, text in got if kind == "call"] == ["get-weather", "clock"]
+        arguments = [json.loads(text) for kind, text in got if kind == "arguments"]
+        assert arguments == [ARGUMENTS, {}]
+        assert len(got) == len(head) + 4
+    single = read(form, family.written(calls=calls, **said), is_single=True)
+    assert [text for kind, text in single if kind == "call"] == ["get-weather"]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_arguments_come_as_they_are_written(family: Family) -> None:
+    """A long text is told before it ends; Python's syntax and numbers are told when they are complete."""
+    text = family.written(calls=[("get-weather", {"city": "a" * 400})])
+    reader = AnswerFormat(None, format_of(family.template, ())).reader("", TOOLS)
+    assert reader is not None
+    parts = [part for letter in text[: text.index("a" * 400) + 300] for part in reader.add(letter)]
+    assert [part.text for part in parts if part.kind == "call"] == ["get-weather"]
+    assert "".join(part.text for part in parts if part.kind == "arguments").count("a") >= 290
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("Take a coat.", [("content", "Take a coat.")]),
-        ("<think>Far.</think>Near.", [("reasoning", "Far."), ("content", "Near.")]),
-        (f"I look. {CALL}", [("content", "I look."), ("call", "weather")]),
-        (f"{CALL}{CALL}", [("call", "weather")] * 2),
-        (f"I look. {WRONG} and more", [("content", f"I look. {WRONG} and more")]),
-        (f"{CALL}then {WRONG}{CALL}", [("call", "weather"), ("content", f"then {WRONG}{CALL}")]),
-        ("I look. <tool_call>{", [("content", "I look. <tool_call>{")]),
+        ("Take a coat.", [["content", "Take a coat."]]),
+        ("<think>Far.</think>Near.", [["reasoning", "Far."], ["content", "Near."]]),
+        (f"<think>{CALL}</think>Near.", [["reasoning", CALL], ["content", "Near."]]),
+        ("Say <think> to me", [["content", "Say <think> to me"]]),
+        (f"I look. {WRONG} and more", [["content", f"I look. {WRONG} and more"]]),
+        (f"{CALL}then {WRONG}{CALL}", [*CALLED, ["content", f"then {WRONG}{CALL}"]]),
+        ("I look. <tool_call>{", [["content", "I look. <tool_call>{"]]),
+        ('<tool_call>{"arguments": {"city": "Oslo"}, "name": "clock"}</tool_call>', CALLED),
+        ('<tool_call>{"name": "clock"}</tool_call>', [["call", "clock"], ["arguments", "{}"]]),
+        ('<tool_call>{"name": "clock", "arguments": "{}"}</tool_call>', [["call", "clock"], ["arguments", "{}"]]),
+    ],
+)  # fmt: skip
+def test_parts_are_the_same_however_the_text_comes(text: str, expected: list[list[str]]) -> None:
+    assert read(AnswerFormat(), text) == expected
+    assert read(AnswerFormat(), text, is_whole=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ('{"city": oops}}</tool_call> and more', '{"city": oops}and more'),
+        ('{"city": "Oslo"', '{"city": "Oslo"'),
+        ('{"city": "Oslo"}</tool_call>', '{"city": "Oslo"}</tool_call>'),
+        ('{"city": "Oslo"}} or not</tool_call>', '{"city": "Oslo"}} or not</tool_call>'),
     ],
 )
-def test_parts_are_the_same_however_the_text_comes(text: str, expected: list[tuple[str, str]]) -> None:
-    draw = random.Random(5)
-    for most in (len(text), 1, 4, 20, 20, 60, 60):
-        left, pieces = text, []
-        while left:
-            size = most if most in (len(text), 1) else draw.randint(1, most)
-            pieces.append(left[:size])
-            left = left[size:]
-        assert parts(pieces) == expected, pieces
+def test_a_whole_answer_has_no_wrong_call_and_a_stream_loses_none_of_its_text(arguments: str, told: str) -> None:
+    text = '<tool_call>{"name": "clock", "arguments": ' + arguments
+    assert read(AnswerFormat(), text, is_whole=True) == [["content", text]]
+    assert "".join(part[1] for part in read(AnswerFormat(), text)) == "clock" + told
 
 
-def test_only_the_first_call_where_one_was_asked_for() -> None:
-    one = AnswerFormat(None, thinks=False).reader("", TOOLS, is_single=True)
-    assert one is not None
-    found: list[AnswerPart] = one.add(CALL + CALL) + one.end()
-    assert [part.kind for part in found] == ["call", "arguments"]
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_malformed_calls_of_each_family_stay_content(family: Family) -> None:
+    written = family.written(content="", calls=[("get-weather", {"city": "Oslo"})])
+    form = AnswerFormat(None, format_of(family.template, ()))
+    for how in ({"is_whole": False}, {"is_whole": True}):
+        (part,) = read(form, written.replace("get-weather", ""), **how)
+        assert part[0] == "content" and "Oslo" in part[1]
+
+
+def test_python_calls_of_llama() -> None:
+    form = AnswerFormat(None, format_of("<|header_start|>", ()))
+    text = "[clock(), get-weather(city='Oslo', days=3)]"
+    assert read(form, text) == [
+        ["call", "clock"], ["arguments", "{}"], ["call", "get-weather"], ["arguments", '{"city": "Oslo", "days": 3}'],
+    ]  # fmt: skip
+    for content in ("[1](a link)", "[other(a=1)]", '{"name": "Oslo", "parameters": {}}', '{"a": 1}'):
+        assert read(form, content) == [["content", content]]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"type": "string"}, "5", "5"),
+        ({"type": "integer"}, "5", 5),
+        ({"type": "number"}, "5", 5),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "5a", "5a"),
+        ({"type": "boolean"}, "True", True),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"$ref": "#/$defs/text"}, "5", "5"),
+        ({}, "5", 5),
+        ({}, "a: b", "a: b"),
+        ({"type": "object"}, '{"a": "b"}', {"a": "b"}),
+        ({"type": "string"}, '{"a": "b"}', '{"a": "b"}'),
+    ],
+)
+def test_values_without_quotes_have_the_types_of_the_schema(schema: Any, value: str, expected: Any) -> None:
+    parameters = {"properties": {"x": schema}, "$defs": {"text": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    (_, arguments) = read(AnswerFormat(None, format_of("<function=", ())), text, tools=[tool])
+    assert json.loads(arguments[1]) == {"x": expected}
+
+
+def test_where_the_parser_of_transformers_is_not_right() -> None:
+    """It drops the indentation of a Qwen3-Coder's value, and knows no dash in a name of Gemma's."""
+    by_type = {model: template for models, template in _RESPONSE_TEMPLATE_FALLBACKS.items() for model in models}
+    families = {family.name: family for family in FAMILIES}
+    indented = families["qwen3-coder"].written(calls=[("get-weather", {"city": "  Oslo"})])
+    (call,) = parse_response(indented, by_type["qwen3_5_moe"], prefix="")["tool_calls"]
+    assert call["function"]["arguments"] == {"city": "Oslo"}
+    assert json.loads(read(AnswerFormat(None, format_of("<function=", ())), indented)[1][1]) == {"city": "  Oslo"}
+    dashed = families["gemma-4"].written(calls=[("get-weather", {})])
+    with pytest.raises(ValueError):
+        parse_response(dashed, by_type["gemma4"], prefix="")
+    assert read(AnswerFormat(None, format_of("<|tool_call>call:", ())), dashed)[0] == ["call", "get-weather"]

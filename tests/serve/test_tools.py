@@ -130,8 +130,6 @@ def test_what_is_thought_is_apart_where_the_template_begins_it(demo: tuple[Any, 
         got = ask(serving, tools=[]).choices[0].message
         assert (got.content, got.reasoning_content) == ("Take a coat.", "It is cold.\n")
         assert told(ask(serving, tools=[], stream=True))[:2] == ("Take a coat.", "It is cold.\n")
-        with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
-            ask(serving, tools=[], response_format={"type": "json_object"})
     for more in ({"reasoning_effort": "none"}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}):
         with saying(demo, "Take a coat.", THINKS_FIRST) as serving:
             got = ask(serving, tools=[], **more).choices[0].message

@@ -1,32 +1,48 @@
-"""Parses a model's answer into reasoning, content and tool calls as the text comes, with transformers' parser."""
+"""Parses a model's answer into reasoning, content and tool calls as the text comes."""
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
+import regex
 from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.content_parsers import parse_content
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-_NO_CALL = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
-"""What the parser raises at the end of a text that is marked as a call but is not one."""
+from expertly.model.answer_formats import HERMES, CallFormat, flexible, format_of, typed, types_of
 
-CALL_MARKS = ("<tool_call>", "</tool_call>")
-"""Around a call as JSON in most chat templates; used where transformers has no response template for a model."""
+_FAILURES = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
+"""What transformers' parser raises at the end of a text that is marked as a call but is not one."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # its names in response templates
 
-_THINK = {"open": "<think>", "close": "</think>", "content": "text"}
-_CALLS = {
-    "open_pattern": r"\s*<tool_call>",
-    "close": CALL_MARKS[1],
-    "repeats": True,
-    "content": "json",
-    "transform": {"type": "function", "function": "{content}"},
-}
+_IN_OBJECT = regex.compile(  # the beginning of a call in an object, in the usual order
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*'
+    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_OBJECT = regex.compile(r"[\s,]*(?=\{)")
+_END_OF_OBJECT = regex.compile(r"\s*(?=[,}])")
+_MORE = regex.compile(r"\s*(?=\S)")
+_GEMMA = regex.compile(
+    r'\s*(?:(?P<quote><\|"\|>)|(?P<mark>[{}\[\],:])|(?P<word>[^\s{}\[\],:<"]+)(?=\s*(?P<next>[:,\]}])))'
+)
+_GEMMA_QUOTE = regex.compile(r'<\|"\|>')
+_MESSAGE = regex.compile(  # the head of one in harmony
+    r"\s*(?:<\|start\|>)?(?:assistant)?\s*(?:to=(?P<to>[^\s<]+)\s*)?<\|channel\|>\s*(?P<channel>\w+)"
+    r"(?:\s+to=(?P<to>[^\s<]+))?[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+)
+_END_OF_MESSAGE = regex.compile(r"<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)")
+
+Steps = Generator[None, None, Any]
+"""Parses until the text ends, then yields until more has come."""
+
+
+class _NoCallError(ValueError):
+    """A text is marked as a call but is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,58 +56,340 @@ class AnswerPart:
     id: str = ""
 
 
-def known_template(tokenizer: Any, model: Any) -> dict[str, Any] | None:
-    """The response template of this model, from its tokenizer or transformers; None where neither has one."""
-    from transformers.cli.serving.utils import get_response_template
-
-    template: dict[str, Any] | None = get_response_template(tokenizer, model)
-    return template
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model's answers are parsed: by `template` if the prompt begins an answer as the template says, else by the
-    marks of most chat templates (`<think>` only if `thinks`).
+    """How a model's answers are parsed: by the response template that its tokenizer brings, if the prompt begins an
+    answer as that says, else by the format that its chat template and vocabulary show. `thinks`: it may write
+    reasoning.
     """
 
-    template: dict[str, Any] | None
-    thinks: bool
+    template: dict[str, Any] | None = None
+    calls: CallFormat = HERMES
+    thinks: bool = True
 
-    def fits(self, prompt: str) -> bool:
-        """Whether `template` is used for this prompt. It needs the answer's special tokens, too."""
-        if self.template is None:
-            return False
-        return load_response_template(self.template).start_anchor_re.search(prompt) is not None
+    @classmethod
+    def of(cls, tokenizer: Any, source: str) -> AnswerFormat:
+        """`source`: the chat template."""
+        added, template = tokenizer.get_added_vocab(), getattr(tokenizer, "response_template", None)
+        calls = format_of(source, added)
+        for name, known in (template or {"fields": {}})["fields"].items():
+            if name in _REASONING and {type(known.get(mark)) for mark in ("open", "close")} == {str}:
+                return cls(template, replace(calls, think=(known["open"], known["close"])))
+        mark = calls.think[0].partition(">")[0]
+        return cls(template, calls, mark in source or any(token.startswith(mark) for token in added))
 
     def reader(
-        self, prompt: str, tools: Sequence[dict[str, Any]], *, is_forced: bool = False, is_single: bool = False
+        self,
+        prompt: str,
+        tools: Sequence[dict[str, Any]],
+        *,
+        is_single: bool = False,
+        is_whole: bool = False,
+        is_constrained: bool = False,
     ) -> AnswerReader | None:
-        """A reader of an answer to `prompt`, which may call `tools`; None: all of it is content. `is_forced`: the
-        answer is one call between CALL_MARKS. `is_single`: only the first call is returned.
+        """A reader of an answer to `prompt`, which may call `tools`; None: all of it is content. `is_single`: only the
+        first call is returned. `is_whole`: a call is returned when it is complete, and one that turns out wrong is
+        content. `is_constrained`: the answer follows a grammar, and is calls in the format `calls` or content.
         """
-        if is_forced:
-            return AnswerReader(_template({"tool_calls": _CALLS}), "", tools, is_single)
-        if self.template is not None and self.fits(prompt):
-            known = self.template["fields"].items()
+        template = None if is_constrained else self.template
+        if template is not None and load_response_template(template).start_anchor_re.search(prompt) is not None:
+            known = template["fields"].items()
             fields = {name: {**field, "optional": True} for name, field in known if tools or name != "tool_calls"}
-            return AnswerReader({**self.template, "fields": fields}, prompt, tools, is_single)
-        fields = {"reasoning_content": _THINK} if self.thinks else {}
-        if tools:
-            fields["tool_calls"] = _CALLS
-        begun = "<think>" if self.thinks and prompt.rstrip().endswith("<think>") else ""
-        return AnswerReader(_template(fields), begun, tools, is_single) if fields else None
+            return TemplateReader({**template, "fields": fields}, prompt, tools, is_single)
+        if not (tools or self.thinks or self.calls.kind == "harmony"):
+            return None
+        return FormatReader(self.calls, self.stage(prompt), tools, is_single, is_whole, is_constrained)
 
-    def begins_thinking(self, prompt: str) -> bool:
-        reader = self.reader(prompt, ())
-        return reader is not None and reader.is_thinking
-
-
-def _template(fields: dict[str, Any]) -> dict[str, Any]:
-    return {"start_anchor_pattern": r"\A", "fields": {**fields, "content": {"content": "text"}}}
+    def stage(self, prompt: str) -> Literal["thinks", "may think", "thought"]:
+        """What `prompt` says of the reasoning of its answer: it has begun, may come first, or is over."""
+        opening, closing = (mark.strip() for mark in self.calls.think)
+        if not self.thinks or prompt.rstrip().endswith(closing):
+            return "thought"
+        return "thinks" if prompt.rstrip().endswith(opening) else "may think"
 
 
-class AnswerReader:
-    """Parses an answer as it comes. Text that is marked as a call but is none is content, and so is all behind it."""
+class AnswerReader(Protocol):
+    marks: str | None
+    """Special tokens that the text must hold; None: all."""
+
+    def add(self, text: str) -> list[AnswerPart]: ...
+
+    def end(self) -> list[AnswerPart]:
+        """The rest, behind the last text."""
+
+
+class FormatReader:
+    """Parses an answer by a format. A text that is marked as a call but is none is content, and so is all behind it.
+
+    The text up to `_place` is parsed, and up to `_told` in parts.
+    """
+
+    def __init__(
+        self,
+        form: CallFormat,
+        stage: str,
+        tools: Sequence[dict[str, Any]],
+        is_single: bool,
+        is_whole: bool,
+        is_constrained: bool,
+    ) -> None:
+        self.marks: str | None = form.text
+        self._format = form
+        self._tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        self._is_single, self._is_whole, self._is_constrained = is_single, is_whole, is_constrained
+        self._text, self._place, self._told = "", 0, 0
+        self._is_end = False
+        self._parts: list[AnswerPart] = []
+        self._held: list[AnswerPart] = []  # of a call that is not complete
+        self._num_calls = 0
+        self._trims = stage != "may think"  # the next text loses white space before it
+        self._steps = self._answer(stage)
+
+    def add(self, text: str) -> list[AnswerPart]:
+        self._text = self._text[self._told :] + text
+        self._place, self._told = self._place - self._told, 0
+        next(self._steps, None)
+        parts, self._parts = self._parts, []
+        return parts
+
+    def end(self) -> list[AnswerPart]:
+        self._is_end = True
+        return self.add("")
+
+    def _answer(self, stage: str) -> Steps:
+        try:
+            yield from self._messages() if self._format.kind == "harmony" else self._sections(stage)
+        except (ValueError, RecursionError):
+            self._held, self._place = [], self._told
+        while True:
+            self._show("content", len(self._text))
+            if self._is_end:
+                return
+            yield
+
+    def _sections(self, stage: str) -> Steps:
+        """Reasoning, then content and sections of calls."""
+        opening, closing = map(flexible, self._format.think)
+        if stage == "thinks" or (stage == "may think" and (yield from self._match(regex.compile(r"\s*" + opening)))):
+            self._told, self._trims = self._place, True
+            yield from self._until("reasoning", regex.compile(closing))
+            self._told, self._trims = self._place, True
+        is_first = self._is_constrained or not self._format.section[0]
+        while self._tools:
+            begins = self._match(self._format.open_re) if is_first else self._until("content", self._format.open_re)
+            if (yield from begins) is None:
+                return
+            yield from self._calls()
+
+    def _calls(self) -> Steps:
+        """Those of a section, behind what opens it."""
+        while True:
+            yield from self._call()
+            if not self._format.section[1] or (yield from self._match(self._format.close_re)):
+                break
+            if (yield from self._match(_MORE)) is None:
+                break
+        self._complete()
+
+    def _call(self) -> Steps:
+        form = self._format
+        if form.kind == "object":
+            return (yield from self._python() if self._text[self._place] == "[" else self._object())
+        head = yield from self._match(form.head_re)
+        if head is None:
+            raise _NoCallError
+        self._begin(head["name"], head.groupdict().get("id"))
+        if form.kind == "parameters":
+            yield from self._parameters(self._tools.get(head["name"], {}))
+        else:
+            yield from self._gemma() if form.kind == "gemma" else self._json()
+        if (yield from self._match(form.tail_re)) is None and (yield from self._match(_MORE)):
+            raise _NoCallError
+
+    def _object(self) -> Steps:
+        yield from self._match(_OBJECT)
+        if head := (yield from self._match(_IN_OBJECT)):
+            self._begin(head["name"])
+            yield from self._json()
+            if (yield from self._match(_END_OF_OBJECT)) is None:
+                raise _NoCallError
+            yield from self._json(is_told=False, depth=1)
+            return
+        call, arguments = _called(json.loads((yield from self._json(is_told=False))))
+        self._begin(call.text)
+        self._write(arguments.text)
+
+    def _python(self) -> Steps:
+        while not self._is_end:
+            yield
+        text = self._text[self._place :].partition("<|python_end|>")[0]
+        for call in parse_content(text.strip(), "python-call-list", {}):
+            self._begin(call["name"])
+            self._write(_dumped(call["arguments"]))
+        self._place = len(self._text)
+
+    def _json(self, is_told: bool = True, depth: int = 0) -> Steps:
+        """The text of one value in brackets, `depth` of which are open."""
+        text, is_string, is_escaped = "", False, False
+        while True:
+            end = len(self._text)
+            for place in range(self._place, end):
+                letter = self._text[place]
+                if is_escaped:
+                    is_escaped = False
+                elif letter == '"':
+                    is_string = not is_string
+                elif is_string:
+                    is_escaped = letter == "\\"
+                elif letter in "{[":
+                    depth += 1
+                elif letter in "}]":
+                    depth -= 1
+                    if depth == 0:
+                        end = place + 1
+                        break
+            piece, self._place = self._text[self._place : end], end
+            text += piece
+            if is_told:
+                self._write(piece)
+            if depth == 0:
+                return text
+            if self._is_end:
+                raise _NoCallError
+            yield
+
+    def _parameters(self, schema: dict[str, Any]) -> Steps:
+        opening, closing = self._format.parameter_re
+        self._write("{")
+        comma = ""
+        while head := (yield from self._match(opening)):
+            is_text = head.groupdict().get("is_text")
+            types = types_of(schema, head["key"]) if is_text is None else {"string"} if is_text == "true" else set()
+            self._write(comma + _dumped(head["key"]) + ": ")
+            value = yield from self._value(closing, is_told=types == {"string"}, trims=self._format.trims)
+            self._write("" if types == {"string"} else typed(value, types))
+            comma = ", "
+        self._write("}")
+
+    def _value(self, closing: regex.Pattern[str], is_told: bool, trims: bool = False) -> Steps:
+        """Text up to `closing`, told as a string of JSON or returned."""
+        text = ""
+        self._write('"' if is_told else "")
+        while True:
+            match = closing.search(self._text, self._place, partial=not self._is_end)
+            end = len(self._text) if match is None else match.start()
+            piece, self._place = self._text[self._place : end], end
+            if trims and piece:
+                piece, trims = piece.removeprefix("\n"), False
+            text += piece
+            if is_told:
+                self._write(_dumped(piece)[1:-1])
+            if self._is_sure(match):
+                self._place = match.end()
+                self._write('"' if is_told else "")
+                return text
+            if self._is_end:
+                raise _NoCallError
+            yield
+
+    def _gemma(self) -> Steps:
+        """Arguments as Gemma writes them: names without quotes, strings between marks of their own."""
+        depth = 0
+        while match := (yield from self._match(_GEMMA)):
+            if match["quote"]:
+                yield from self._value(_GEMMA_QUOTE, is_told=True)
+            elif match["word"]:
+                word = match["word"]
+                self._write(_dumped(word) if match["next"] == ":" else typed(word, set()))
+            else:
+                depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(match["mark"], 0)
+                self._write(match["mark"] + (" " if match["mark"] in ":," else ""))
+                if depth == 0:
+                    return
+        raise _NoCallError
+
+    def _messages(self) -> Steps:
+        """Harmony's: each has a channel, and a recipient where it is a call."""
+        while head := (yield from self._until("content", _MESSAGE)):
+            name = (head["to"] or "").removeprefix("functions.")
+            is_call = self._tools and name not in ("", head["to"])
+            if is_call and (yield from self._match(_OBJECT)):
+                self._begin(name)
+                yield from self._json()
+                if (yield from self._match(_MORE)) and (yield from self._match(_END_OF_MESSAGE)) is None:
+                    raise _NoCallError
+                self._complete()
+            else:
+                self._trims = True
+                yield from self._until("reasoning" if head["channel"] == "analysis" else "content", _END_OF_MESSAGE)
+            self._told = self._place
+
+    # -- text and its parts --------------------------------------------------------------------------------------------
+
+    def _match(self, pattern: regex.Pattern[str]) -> Steps:
+        """The match of `pattern` at this place, which is behind it then; None where there is none."""
+        while True:
+            match = pattern.match(self._text, self._place, partial=not self._is_end)
+            if match is None or self._is_sure(match):
+                self._place = self._place if match is None else match.end()
+                return match
+            yield
+
+    def _until(self, kind: Literal["reasoning", "content"], pattern: regex.Pattern[str]) -> Steps:
+        """Text of one kind up to `pattern`, whose match is returned; None where the answer ends before."""
+        while True:
+            match = pattern.search(self._text, self._place, partial=not self._is_end)
+            self._show(kind, len(self._text) if match is None else match.start())
+            if match is None and self._is_end:
+                return None
+            if self._is_sure(match):
+                self._place = match.end()
+                return match
+            yield
+
+    def _is_sure(self, match: Any) -> bool:
+        """Whether it is the same match whatever comes."""
+        return match is not None and not match.partial and (self._is_end or match.end() < len(self._text))
+
+    def _show(self, kind: Literal["reasoning", "content"], end: int) -> None:
+        text = self._text[self._place : end]
+        self._place = self._told = end
+        text = text.lstrip() if self._trims else text
+        if text:
+            self._parts.append(AnswerPart(kind, text))
+            self._trims = False
+
+    def _begin(self, name: str, id: str | None = None) -> None:
+        """Begin a call. Where nothing marks one, it calls a tool that there is."""
+        if not name or (name not in self._tools and not self._format.open_mark):
+            raise _NoCallError
+        if self._held:
+            self._complete()
+        self._num_calls += 1
+        self._tell(AnswerPart("call", name, id or _new_id()[self._format.ids]))
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._tell(AnswerPart("arguments", text))
+
+    def _tell(self, part: AnswerPart) -> None:
+        if not (self._is_single and self._num_calls > 1):
+            (self._held if self._is_whole else self._parts).append(part)
+        if not self._is_whole:
+            self._told = self._place
+
+    def _complete(self) -> None:
+        """The call that was begun is complete."""
+        if self._held:
+            json.loads("".join(part.text for part in self._held if part.kind == "arguments"))
+        self._parts += self._held
+        self._held, self._told, self._trims = [], self._place, True
+
+
+class TemplateReader:
+    """Parses an answer with transformers' parser, as a response template says; calls are told when they are complete.
+    Text that is marked as a call but is none is content, and so is all behind it.
+    """
 
     def __init__(self, template: dict[str, Any], prompt: str, tools: Sequence[dict[str, Any]], is_single: bool) -> None:
         loaded = load_response_template(template)
@@ -105,9 +403,7 @@ class AnswerReader:
         self._told: set[str] = set()  # kinds of the parts that were returned
         self._is_begun = bool(begun)
         self._is_behind_call = False
-        self.is_thinking = False  # at the start
-        for event in self._parser.initial_events:  # of the part that the prompt begins
-            self.is_thinking = event["field"] in _REASONING and event["type"] != "region_close"
+        self.marks: str | None = None
 
     def add(self, text: str) -> list[AnswerPart]:
         self._text += text
@@ -121,7 +417,7 @@ class AnswerReader:
             return self._shown("content", text)
         try:
             return self._events(advance(self._parser))
-        except _NO_CALL:
+        except _FAILURES:
             return self._given_up(text)
 
     def _given_up(self, text: str) -> list[AnswerPart]:
@@ -134,7 +430,7 @@ class AnswerReader:
             done += 1
             try:
                 parts += self._events(again.feed(letter))
-            except _NO_CALL:
+            except _FAILURES:
                 break
         opened = [] if self._opens is None else list(self._opens.finditer(self._text, 0, done))
         return parts + self._shown("content", self._text[opened[-1].start() :] if opened else "")
@@ -151,7 +447,7 @@ class AnswerReader:
             elif event["type"] == "region_close" and name == "tool_calls":
                 value = event["value"]
                 for said in value if isinstance(value, list) else [value]:
-                    call = _call(said["function"])
+                    call = _called(said["function"])
                     if not (self._is_single and "call" in self._told):
                         parts += call
                         self._told.add("call")
@@ -170,10 +466,18 @@ class AnswerReader:
         return [AnswerPart(kind, text)]
 
 
-def _call(said: Any) -> list[AnswerPart]:
-    """Raises TypeError where it is not a call."""
+def _called(said: Any) -> list[AnswerPart]:
+    """A call in an object, as parts. Raises ValueError where it is none."""
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
-        raise TypeError(said)
-    arguments = said.get("arguments", said.get("parameters", {}))
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return [AnswerPart("call", said["name"], f"call_{uuid.uuid4().hex[:24]}"), AnswerPart("arguments", text)]
+        raise _NoCallError
+    arguments = said.get("arguments", said.get("parameters")) or {}
+    text = arguments if isinstance(arguments, str) else _dumped(arguments)
+    return [AnswerPart("call", said["name"], _new_id()), AnswerPart("arguments", text)]
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

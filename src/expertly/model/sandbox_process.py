@@ -115,20 +115,20 @@ def _templates_of(file: str) -> Any:
 
 
 class GrammarService:
-    """Compiles grammars as the server does, for a vocabulary of bytes, and writes the first FIRST_BYTES by one. An
-    answer is T, or E and what is wrong with the grammar.
+    """Compiles grammars as the server does, for a vocabulary of bytes, and writes the first FIRST_BYTES by one. One
+    special token stands for all of a grammar's. An answer is T, or E and what is wrong with the grammar.
     """
 
     eos_token_id = 256
     bos_token_id = None
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
-    special_token_ids = (256,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>", b"<mark>")
+    special_token_ids = (256, 257)
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import llguidance
 
         self._library = llguidance
-        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), n_vocab=257, eos_token=256)
+        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), n_vocab=258, eos_token=256)
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from expertly.model.answers import AnswerPart, AnswerReader
@@ -115,7 +116,7 @@ class ChatAnswer(_Answer):
         return {"tool_calls": [{"index": self._num_calls[index] - 1, **written}]}
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> Json:
-        parts = [part for delta in deltas for part in parts_of(self._readers, delta)]
+        parts = parts_of(self._readers, replace(deltas[-1], text="".join(delta.text for delta in deltas)))
         content, thought = (
             "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning")
         )

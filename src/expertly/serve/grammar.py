@@ -1,20 +1,22 @@
-"""Answers that must follow a JSON schema: llguidance says after each token which ones may come next."""
+"""Answers that must follow a schema or grammar: llguidance says after each token which ones may come next."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.untrusted import Bounds, check_value
-from expertly.model.answers import CALL_MARKS
+from expertly.model.answer_formats import CallFormat, types_of
+from expertly.model.answers import AnswerFormat
 from expertly.model.sandbox import Sandbox
 from expertly.serve.errors import invalid
-from expertly.serve.schema import Tool
+from expertly.serve.schema import Constraint, Tool
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -39,6 +41,111 @@ STACK_NBYTES = 256 << 20
 """Address space for the stack of the thread that compiles: a schema of MAX_REFERENCES needs a hundredth of it."""
 
 
+_TOKEN = re.compile(r"<\[[^\]]*\]>")
+
+_ANY = "/(?s:.*)/"
+
+_SPACED = {"item_separator": ", ", "key_separator": ": "}
+"""Arguments as templates write them, and so models."""
+
+_LARK_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|<[^<>\s]+>')
+"""Strings, patterns, comments, special tokens."""
+
+
+class Rules:
+    """Rules of a grammar as text. `tokens`: those that stand for themselves alone, which no text can, by their text."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens = tokens
+        self._tokens_re = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
+        self.lines: list[str] = []
+
+    def add(self, body: str, options: str = "") -> str:
+        """The name of a new rule."""
+        name = f"rule_{len(self.lines)}"
+        self.lines.append(f"{name}{options}: {body}")
+        return name
+
+    def text(self, text: str) -> str:
+        """Exactly `text`."""
+        pieces = re.split(f"({self._tokens_re.pattern})", text)
+        known, parts = self._tokens, filter(None, pieces)
+        return " ".join(f"<[{known[part]}]>" if part in known else quoted(part) for part in parts)
+
+    def until(self, mark: str) -> str:
+        """Any text up to `mark`, and `mark`."""
+        if self._tokens_re.match(mark):
+            return f"{_ANY} {self.text(mark)}"
+        return self.add(_ANY, f"[suffix={quoted(mark)}]")
+
+    def schema(self, schema: dict[str, Any], param: str, **options: str) -> str:
+        return self.add(f"%json {_schema_text(schema, param, options)}")
+
+    def constraint(self, wish: Constraint) -> str:
+        """What an answer is that follows it."""
+        if wish.kind == "json":
+            return self.schema(wish.value, wish.param)
+        if wish.kind == "choice":
+            return self.add(" | ".join(map(quoted, wish.value)))
+        if wish.kind == "regex":
+            return self.add("/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", wish.value).replace("\n", "\\n") + "/")
+
+        def numbered(match: re.Match[str]) -> str:
+            token = self._tokens.get(match[0])
+            return match[0] if token is None else f"<[{token}]>"
+
+        return self.add("%lark {\n" + _LARK_TOKENS.sub(numbered, wish.value) + "\n}")
+
+    def call(self, form: CallFormat, tools: Sequence[Tool]) -> str:
+        """One call of one of `tools`."""
+        calls = []
+        for number, tool in enumerate(tools):
+            # a document of its own: its references are to its own definitions
+            schema = {"$id": f"urn:tool:{number}"} | (tool.function.parameters or {"type": "object"})
+            if form.kind == "object" and not form.open_mark:  # which the library can tell from another object
+                properties = {"name": {"const": tool.function.name}, "parameters": schema}
+                required = {"required": list(properties), "additionalProperties": False}
+                calls.append(self.schema({"type": "object", "properties": properties, **required}, "tools", **_SPACED))
+                continue
+            written = form.section[0] + form.call.replace("{name}", tool.function.name) + form.section[1]
+            before, _, behind = written.partition("{arguments}")
+            for end in form.ends:
+                behind = behind.replace(end, "")
+            arguments = self._parameters(form, schema) if form.parameter else self.schema(schema, "tools", **_SPACED)
+            calls.append(f"{self.text(before)} {arguments} {self.text(behind)}")
+        return ("" if not form.open_mark else "/\\n?\\n?/ ") + self.add(" | ".join(calls))
+
+    def _parameters(self, form: CallFormat, schema: dict[str, Any]) -> str:
+        parts = []
+        shared: dict[str, Any] = {name: schema[name] for name in ("$id", "$defs", "definitions") if name in schema}
+        for key, part in schema.get("properties", {}).items():
+            is_text = types_of(schema, key) == {"string"}
+            opening, _, closing = form.parameter.replace("{key}", key).partition("{value}")
+            if not is_text:
+                opening = opening.replace('string="true"', 'string="false"')
+                value = f"{self.schema({**shared, **part}, 'tools', **_SPACED)} {self.text(closing)}"
+            elif "enum" in part or "const" in part:
+                choices = self.add(" | ".join(map(quoted, part.get("enum", [part.get("const")]))))
+                value = f"{choices} {self.text(closing)}"
+            else:
+                value = self.until(closing.lstrip())
+            parts.append(self.add(f"{self.text(opening)} {value}") + "?" * (key not in schema.get("required", ())))
+        return " ".join(parts)
+
+    def thought(self, answers: AnswerFormat, stage: str) -> str:
+        """The reasoning that may come before."""
+        opening, closing = answers.calls.think
+        if answers.calls.kind == "harmony":
+            closing += "<|start|>assistant"
+            return self.until(closing) if stage == "thinks" else f"({self.text(opening)} {self.until(closing)})?"
+        ended = f"{self.until(closing)} /\\n{{0,2}}/"
+        return {"thought": "", "thinks": ended}.get(stage, f"(/\\n?/ {self.text(opening)} {ended})?")
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
 class Grammars:
     """Makes grammars for one tokenizer, in a thread of its own. Making the first one takes a moment."""
 
@@ -47,6 +154,7 @@ class Grammars:
         self._vocabulary = vocabulary
         self._ends = list(ends)
         self._of_library: Any = None
+        self._tokens: dict[str, int] = {}  # which the library matches by their numbers alone
         self._sandbox = Sandbox("grammars", ("llguidance",), COMPILE_CPU_S, COMPILE_S, COMPILE_NBYTES)
         self._thread = ThreadPoolExecutor(1, "expertly-serve-grammars")
         before = threading.stack_size(STACK_NBYTES)
@@ -55,40 +163,39 @@ class Grammars:
         finally:
             threading.stack_size(before)
 
-    async def of_schema(self, schema: dict[str, Any]) -> LLMatcher:
-        """A grammar of JSON that follows `schema`. Raises ApiError naming what of it is not supported."""
-        return await self._made("response_format", lambda: f"start: %json {_schema_text(schema, 'response_format')}")
+    async def of_text(self, wish: Constraint) -> LLMatcher:
+        """A grammar of a text. Raises ApiError naming what of it is not supported."""
+        return await self._made(wish.param, None, "thought", wish, ())
 
-    async def of_call(self, tools: Sequence[Tool]) -> LLMatcher:
-        """A grammar of one call of one of `tools`, as JSON between marks. Raises ApiError."""
-
-        def make() -> str:
-            calls = []
-            for number, tool in enumerate(tools):
-                # a document of its own: its references are to its own definitions
-                arguments = {"$id": f"urn:tool:{number}"} | (tool.function.parameters or {"type": "object"})
-                properties = {"name": {"const": tool.function.name}, "arguments": arguments}
-                required = {"required": list(properties), "additionalProperties": False}
-                calls.append({"type": "object", "properties": properties, **required})
-            opening, closing = (json.dumps(mark) for mark in CALL_MARKS)
-            schema = _schema_text({"anyOf": calls}, "tools")
-            return f"start: {opening} call {closing}\ncall: %json {schema}"
-
-        return await self._made("tools", make)
+    async def of_answer(
+        self, answers: AnswerFormat, stage: str, wish: Constraint | None, tools: Sequence[Tool]
+    ) -> LLMatcher:
+        """A grammar of an answer: its reasoning, then a call of one of `tools` or a text as `wish` says; `stage`: see
+        AnswerFormat.stage. Raises ApiError.
+        """
+        form = answers.calls
+        if tools and form.kind == "gemma":
+            sentence = f"the calls of this model's chat template ({form.name}) cannot be forced"
+            raise invalid(f"tools: {sentence}; accepted: tool_choice auto or none, no response_format", "tool_choice")
+        return await self._made("tools" if wish is None else wish.param, answers, stage, wish, tools)
 
     def close(self) -> None:
         self._sandbox.close()
         self._thread.shutdown(cancel_futures=True)
 
-    async def _made(self, param: str, make: Callable[[], str]) -> LLMatcher:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, param, make)
+    async def _made(self, param: str, *answer: Any) -> LLMatcher:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, param, *answer)
 
-    def _compiled(self, param: str, make: Callable[[], str]) -> LLMatcher:
-        """Compiles `make()` in the sandbox, and then here. Raises ApiError."""
+    def _compiled(
+        self, param: str, answers: AnswerFormat | None, stage: str, wish: Constraint | None, tools: Sequence[Tool]
+    ) -> LLMatcher:
+        """Compiles it in the sandbox, and then here. Raises ApiError."""
         library, tokenizer = self._library(param)
-        text = make()
+        text = self._text(answers, stage, wish, tools)
+        if len(text) > BOUNDS.nbytes:
+            raise invalid(f"{param}: a grammar of {len(text)} characters; accepted: {BOUNDS.nbytes}", param)
         try:
-            letter, problem = self._sandbox.ask(json.dumps({"text": text}).encode())
+            letter, problem = self._sandbox.ask(json.dumps({"text": _TOKEN.sub("<[257]>", text)}).encode())
         except ConfigError as error:
             raise invalid(f"{param}: cannot be kept: compiling it {error}", param) from None
         if letter == b"T":
@@ -103,6 +210,17 @@ class Grammars:
         reason = " ".join(problem.rpartition("failed to compile JSON schema: ")[2].split())
         raise invalid(f"{param}: cannot be kept: {reason}", param)
 
+    def _text(self, answers: AnswerFormat | None, stage: str, wish: Constraint | None, tools: Sequence[Tool]) -> str:
+        rules = Rules(self._tokens)
+        text = "" if wish is None else rules.constraint(wish)
+        thought = "" if answers is None else rules.thought(answers, stage)
+        if text and answers is not None and answers.calls.kind == "harmony":
+            head = [rules.text(part) for part in ("<|channel|>final", " <|constrain|>json", "<|message|>")]
+            text = f"{head[0]} ({head[1]})? {head[2]} {text}"
+        call = rules.call(answers.calls, tools) if answers is not None and tools else ""
+        body = " | ".join(filter(None, (call, text)))
+        return "\n".join((f"start: {thought} ({body})", *rules.lines))
+
     def _library(self, param: str) -> tuple[Any, Any]:
         try:
             import llguidance
@@ -112,7 +230,10 @@ class Grammars:
                 raise ValueError("the model has no token that ends a text")
             if self._of_library is None:
                 make = llguidance.hf.from_tokenizer
-                self._of_library = make(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends)
+                known = make(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends)
+                added = self._tokenizer.get_added_vocab().items()
+                self._tokens = {name: token for name, token in added if known.is_special_token(token)}
+                self._of_library = known
         except ImportError:
             problem = "the server has no llguidance; `pip install 'expertly[serve]'` brings it"
         except ValueError as error:
@@ -122,11 +243,11 @@ class Grammars:
         raise invalid(f"{param}: cannot be had: {problem}", param, "unsupported_value")
 
 
-def _schema_text(schema: dict[str, Any], param: str) -> str:
+def _schema_text(schema: dict[str, Any], param: str, options: dict[str, str]) -> str:
     """A schema as the library is given it. Raises ApiError where it is beyond BOUNDS. It asks for JSON in one line: a
     model that may write white space between values may write it for ever.
     """
-    text = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
+    text = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False, **options}})
     if len(text) > BOUNDS.nbytes:
         raise invalid(f"{param}: {len(text)} characters; accepted: {BOUNDS.nbytes}", param)
     try:

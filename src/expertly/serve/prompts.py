@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from expertly.core.errors import ConfigError
-from expertly.model.answers import AnswerFormat, known_template
+from expertly.model.answers import AnswerFormat
 from expertly.model.generation import check_tokens
 from expertly.model.loading import tokenizer_errors
 from expertly.model.sandbox import SlowError
@@ -74,7 +74,6 @@ class Prompts:
         tokenizer: Any,
         vocabulary: int,
         template: str | None = None,
-        model: Any = None,
         context: int = MAX_CONTEXT,
     ) -> None:
         if tokenizer is None:
@@ -91,14 +90,15 @@ class Prompts:
         self._renderer = Renderer(RENDER_CPU_S, nbytes=nbytes)
         self.vocabulary = vocabulary
         self.special_tokens = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        for token, added in tokenizer.added_tokens_decoder.items():
+            self.special_tokens |= {added.content: token} if added.special else {}
         of_model = getattr(tokenizer, "chat_template", None)
         is_plain = self._is_plain = template is None and not of_model
         self.template_name = "none: messages are joined" if is_plain else "the model's" if template is None else "given"
         self._template = PLAIN_TEMPLATE if is_plain else template
         source = self._template or (of_model if isinstance(of_model, str) else json.dumps(of_model))
         self._takes_tools = "tools" in source
-        known = None if is_plain or model is None else known_template(tokenizer, model)
-        self.answers = AnswerFormat(known, thinks="<think>" in source)
+        self.answers = AnswerFormat(thinks=False) if is_plain else AnswerFormat.of(tokenizer, source)
         self._own_names = set(inspect.signature(tokenizer.apply_chat_template).parameters) - ENDINGS
 
     async def of_messages(
@@ -140,6 +140,11 @@ class Prompts:
             check_tokens(tokens, self.vocabulary, param)
         except ConfigError as error:
             raise invalid(str(error), param) from None
+
+    def decoder(self, marks: str | None) -> Callable[[Sequence[int]], str]:
+        """Makes text of tokens, of the special ones only of those in `marks`; None: of all."""
+        dropped = {token for name, token in self.special_tokens.items() if marks is not None and name not in marks}
+        return lambda tokens: self.text([token for token in tokens if token not in dropped], special=True)
 
     def text(self, tokens: Sequence[int], special: bool = False) -> str:
         """The text of tokens; `special`: with special tokens. Raises ConfigError where the tokenizer fails at them."""

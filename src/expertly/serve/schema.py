@@ -7,6 +7,7 @@ effect; `unknown_fields` names it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
@@ -99,11 +100,8 @@ class Tuning(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # beside the model's own
     stop_token_ids: Annotated[list[Token], Field(max_length=256, fail_fast=True)] | None = None
     cannot: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("guided_json", "structured_outputs"), "use response_format"),
-        **dict.fromkeys(
-            ("guided_regex", "guided_choice", "guided_grammar", "grammar"),
-            "answers can follow a JSON schema, no other grammar; use response_format",
-        ),
+        **{f"guided_{kind}": f"use structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")},
+        "grammar": "use structured_outputs.grammar, in the syntax of llguidance",
         "min_tokens": "give the token that ends a text a logit_bias of -100",
         "use_beam_search": "tokens are sampled one after the other",
     }
@@ -145,6 +143,30 @@ class ResponseFormat(Strict):
         return self
 
 
+class StructuredOutputs(Strict):
+    """What an answer must follow, by vLLM's names. `grammar`: in the syntax of llguidance."""
+
+    json_: dict[str, Any] | None = Field(default=None, alias="json")
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if len(self.model_dump(exclude_none=True)) != 1:
+            raise ValueError("json: accepted: one of json, regex, choice and grammar")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a text must follow, and the field that says so."""
+
+    kind: str  # "json", "regex", "choice" or "grammar"
+    value: Any
+    param: str
+
+
 class Generation(Tuning):
     """The fields that chat and completion requests share."""
 
@@ -152,13 +174,25 @@ class Generation(Tuning):
     n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
     response_format: ResponseFormat | None = None
 
+    structured_outputs: StructuredOutputs | None = None
+
     @property
-    def grammar(self) -> dict[str, Any] | None:
-        """The JSON schema that an answer must follow; None where any text will do."""
-        wish = self.response_format
+    def constraint(self) -> Constraint | None:
+        """What an answer must follow; None where any text will do."""
+        wish, other = self.response_format, self.structured_outputs
+        if other is not None:
+            ((kind, value),) = other.model_dump(exclude_none=True, include=set(type(other).model_fields)).items()
+            return Constraint(kind.rstrip("_"), value, "structured_outputs")
         if wish is None or wish.type == "text":
             return None
-        return wish.json_schema.schema_ if wish.type == "json_schema" and wish.json_schema else {"type": "object"}
+        schema = wish.json_schema.schema_ if wish.type == "json_schema" and wish.json_schema else {"type": "object"}
+        return Constraint("json", schema, "response_format")
+
+    @model_validator(mode="after")
+    def _follows_one(self) -> Generation:
+        if self.structured_outputs is not None and self.response_format not in (None, ResponseFormat(type="text")):
+            raise ValueError("structured_outputs: accepted: it or response_format")
+        return self
 
 
 class TextPart(Strict):
@@ -286,8 +320,6 @@ class ChatRequest(Generation):
             raise ValueError("continue_final_message: accepted: where the last message is an assistant's text")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("add_generation_prompt: accepted: false with continue_final_message")
-        if self.grammar is not None and self.offered:
-            raise ValueError("response_format: accepted: type text where tools may be called")
         return self
 
     @property

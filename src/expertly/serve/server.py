@@ -86,7 +86,7 @@ def assemble(
     """
     loaded = api.handle(model)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    prompts = Prompts(tokenizer, vocabulary, template, model, room.context)
+    prompts = Prompts(tokenizer, vocabulary, template, room.context)
     memory, stats = memory_of(loaded, room), loaded.stats.as_dict()
     reason = why_not_together(model, PAGE_TOKENS)
     if reason is not None:

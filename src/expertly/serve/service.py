@@ -48,7 +48,9 @@ class Service:
         self.scheduler = scheduler
         self._ends = tuple(ends)
         self._stops = tuple(stops)
-        self._grammars = Grammars(prompts.tokenizer, prompts.vocabulary, self._ends)
+        marks = (prompts.special_tokens.get(mark) for mark in prompts.answers.calls.ends)
+        grammar_ends = [*self._ends, *(token for token in marks if token is not None)]
+        self._grammars = Grammars(prompts.tokenizer, prompts.vocabulary, grammar_ends)
         self._ignored: set[str] = set()
 
     async def chat(self, asked: ChatRequest) -> ChatAnswer:
@@ -79,8 +81,8 @@ class Service:
         limit = self._limit(asked.max_tokens, max(map(len, prompts)), "prompt")
         self.scheduler.check_size([len(prompt) for prompt in prompts], limit, asked.n or 1, "prompt")
         sampling = asked.sampling(asked.logprobs)
-        if asked.grammar is not None:
-            sampling = replace(sampling, grammar=await self._grammars.of_schema(asked.grammar))
+        if asked.constraint is not None:
+            sampling = replace(sampling, grammar=await self._grammars.of_text(asked.constraint))
         scores_prompt = bool(asked.echo) and asked.logprobs is not None
         ends = set(self._ends_of(asked))
         if scores_prompt and any(token in ends for prompt in prompts for token in prompt[1:]):
@@ -152,27 +154,27 @@ class Service:
         limit = self._limit(asked.limit, len(prompt), "messages")
         self.scheduler.check_size([len(prompt)], limit, asked.n or 1, "messages")
         sampling = asked.sampling((asked.top_logprobs or 0) if asked.logprobs else None)
-        is_forced, answers = asked.forced is not None, self.prompts.answers
-        if asked.grammar is not None or is_forced:
-            param = "tool_choice" if is_forced else "response_format"
-            if answers.begins_thinking(begun):
-                raise invalid(
-                    f"{param}: the prompt begins what the model thinks, which follows no schema; accepted: a "
-                    "reasoning_effort of none, where the chat template heeds it",
-                    param,
-                )
-            grammars = self._grammars
-            making = grammars.of_call(asked.forced) if asked.forced else grammars.of_schema(asked.grammar or {})
+        answers, constraint = self.prompts.answers, None if asked.forced else asked.constraint
+        if constraint is not None or asked.forced:
+            making = self._grammars.of_answer(answers, answers.stage(begun), constraint, asked.forced or asked.offered)
             sampling = replace(sampling, grammar=await making)
-        request = self._request(asked, [prompt], limit, sampling, special=answers.fits(begun) and not is_forced)
-        how = {"is_forced": is_forced, "is_single": asked.parallel_tool_calls is False}
-        readers = {text.index: answers.reader(begun, as_told(asked.offered), **how) for text in request.texts}
-        return request, {index: reader for index, reader in readers.items() if reader is not None}
+        readers: dict[int, AnswerReader] = {}
+        for index in range(asked.n or 1):
+            reader = answers.reader(
+                begun,
+                as_told(asked.offered),
+                is_single=asked.parallel_tool_calls is False,
+                is_whole=not asked.stream,
+                is_constrained=sampling.grammar is not None,
+            )
+            readers |= {} if reader is None else {index: reader}
+        marks = readers[0].marks if readers else ""
+        return self._request(asked, [prompt], limit, sampling, marks, answers.calls.ends), readers
 
-    def _ends_of(self, asked: Generation) -> list[int]:
+    def _ends_of(self, asked: Generation, marks: Sequence[str] = ()) -> list[int]:
         """The tokens that end its texts. A stop string that is a special token is no text, and found by its number."""
         special = self.prompts.special_tokens
-        named = [special[stop] for stop in (*self._stops, *asked.stops) if stop in special]
+        named = [special[stop] for stop in (*self._stops, *asked.stops, *marks) if stop in special]
         return [*self._ends, *(asked.stop_token_ids or ()), *named]
 
     def _request(
@@ -181,14 +183,15 @@ class Service:
         prompts: Sequence[Sequence[int]],
         limit: int,
         sampling: Sampling,
-        special: bool = False,
+        marks: str | None = "",
+        end_marks: Sequence[str] = (),
         scores_prompt: bool = False,
     ) -> ServedRequest:
         for name, tokens in (("logit_bias", list(sampling.bias)), ("stop_token_ids", asked.stop_token_ids)):
             if tokens:
                 self.prompts.check_tokens(tokens, name)
-        ends, stops = self._ends_of(asked), (*self._stops, *asked.stops)
-        request = ServedRequest(lambda tokens: self.prompts.text(tokens, special))
+        ends, stops = self._ends_of(asked, end_marks), (*self._stops, *asked.stops)
+        request = ServedRequest(self.prompts.decoder(marks))
         for prompt in prompts:
             begun, script = (prompt[:1], tuple(prompt[1:])) if scores_prompt else (prompt, ())
             for number in range(asked.n or 1):
