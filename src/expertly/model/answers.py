@@ -37,6 +37,9 @@ _MESSAGE = regex.compile(  # the head of one in harmony
 )
 _END_OF_MESSAGE = regex.compile(r"<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)")
 
+Stage = Literal["thinks", "may think", "thought", "content"]
+"""Of an answer's reasoning: it has begun, may come first, is over, or there is none."""
+
 Steps = Generator[None, None, Any]
 """Parses until the text ends, then yields until more has come."""
 
@@ -83,13 +86,15 @@ class AnswerFormat:
         prompt: str,
         tools: Sequence[dict[str, Any]],
         *,
+        stage: Stage | None = None,
         is_single: bool = False,
         is_whole: bool = False,
         is_constrained: bool = False,
     ) -> AnswerReader | None:
-        """A reader of an answer to `prompt`, which may call `tools`; None: all of it is content. `is_single`: only the
-        first call is returned. `is_whole`: a call is returned when it is complete, and one that turns out wrong is
-        content. `is_constrained`: the answer follows a grammar, and is calls in the format `calls` or content.
+        """A reader of an answer to `prompt`, which may call `tools`; None: all of it is content. `stage`: where it is
+        not what `stage(prompt)` says. `is_single`: only the first call is returned. `is_whole`: a call is returned when
+        it is complete, and one that turns out wrong is content. `is_constrained`: the answer follows a grammar, and is
+        calls in the format `calls` or content.
         """
         template = None if is_constrained else self.template
         if template is not None and load_response_template(template).start_anchor_re.search(prompt) is not None:
@@ -98,14 +103,17 @@ class AnswerFormat:
             return TemplateReader({**template, "fields": fields}, prompt, tools, is_single)
         if not (tools or self.thinks or self.calls.kind == "harmony"):
             return None
-        return FormatReader(self.calls, self.stage(prompt), tools, is_single, is_whole, is_constrained)
+        return FormatReader(self.calls, stage or self.stage(prompt), tools, is_single, is_whole, is_constrained)
 
-    def stage(self, prompt: str) -> Literal["thinks", "may think", "thought"]:
-        """What `prompt` says of the reasoning of its answer: it has begun, may come first, or is over."""
+    def stage(self, prompt: str, prefill: str = "") -> Stage:
+        """What `prompt` says of the reasoning of its answer. `prefill`: of the answer, which `prompt` ends with."""
         opening, closing = (mark.strip() for mark in self.calls.think)
-        if not self.thinks or prompt.rstrip().endswith(closing):
-            return "thought"
-        return "thinks" if prompt.rstrip().endswith(opening) else "may think"
+        prompt = prompt.rstrip()
+        if prefill:
+            return "thinks" if prefill.rfind(opening) > prefill.rfind(closing) else "content"
+        if self.thinks and prompt.endswith((opening, closing)):
+            return "thinks" if prompt.endswith(opening) else "thought"
+        return "may think" if self.thinks else "content"
 
 
 class AnswerReader(Protocol):
@@ -142,7 +150,7 @@ class FormatReader:
         self._parts: list[AnswerPart] = []
         self._held: list[AnswerPart] = []  # of a call that is not complete
         self._num_calls = 0
-        self._trims = stage != "may think"  # the next text loses white space before it
+        self._trims = stage in ("thinks", "thought")  # the next text loses white space before it
         self._steps = self._answer(stage)
 
     def add(self, text: str) -> list[AnswerPart]:

@@ -155,14 +155,16 @@ class Service:
         self.scheduler.check_size([len(prompt)], limit, asked.n or 1, "messages")
         sampling = asked.sampling((asked.top_logprobs or 0) if asked.logprobs else None)
         answers, constraint = self.prompts.answers, None if asked.forced else asked.constraint
+        stage = answers.stage(begun, asked.messages[-1].text if asked.continue_final_message else "")
         if constraint is not None or asked.forced:
-            making = self._grammars.of_answer(answers, answers.stage(begun), constraint, asked.forced or asked.offered)
+            making = self._grammars.of_answer(answers, stage, constraint, asked.forced or asked.offered)
             sampling = replace(sampling, grammar=await making)
         readers: dict[int, AnswerReader] = {}
         for index in range(asked.n or 1):
             reader = answers.reader(
                 begun,
                 as_told(asked.offered),
+                stage=stage,
                 is_single=asked.parallel_tool_calls is False,
                 is_whole=not asked.stream,
                 is_constrained=sampling.grammar is not None,
