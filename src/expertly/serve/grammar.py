@@ -48,6 +48,11 @@ _ANY = "/(?s:.*)/"
 _SPACED = {"item_separator": ", ", "key_separator": ": "}
 """Arguments as templates write them, and so models."""
 
+_OPEN = {"allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
+"""Where a schema says more than its properties. Others forbid what they do not name: a model might name arguments for
+ever.
+"""
+
 _LARK_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|<[^<>\s]+>')
 """Strings, patterns, comments, special tokens."""
 
@@ -100,8 +105,11 @@ class Rules:
         """One call of one of `tools`."""
         calls = []
         for number, tool in enumerate(tools):
+            parameters = tool.function.parameters or {"type": "object"}
             # a document of its own: its references are to its own definitions
-            schema = {"$id": f"urn:tool:{number}"} | (tool.function.parameters or {"type": "object"})
+            schema = {"$id": f"urn:tool:{number}"} | parameters
+            if "properties" in parameters and not _OPEN & parameters.keys():
+                schema = {"additionalProperties": False} | schema
             if form.kind == "object" and not form.open_mark:  # which the library can tell from another object
                 properties = {"name": {"const": tool.function.name}, "parameters": schema}
                 required = {"required": list(properties), "additionalProperties": False}
@@ -138,8 +146,10 @@ class Rules:
         if answers.calls.kind == "harmony":
             closing += "<|start|>assistant"
             return self.until(closing) if stage == "thinks" else f"({self.text(opening)} {self.until(closing)})?"
+        if stage not in ("thinks", "may think"):
+            return ""
         ended = f"{self.until(closing)} /\\n{{0,2}}/"
-        return {"thought": "", "thinks": ended}.get(stage, f"(/\\n?/ {self.text(opening)} {ended})?")
+        return ended if stage == "thinks" else f"(/\\n?/ {self.text(opening)} {ended})?"
 
 
 def quoted(text: str) -> str:
