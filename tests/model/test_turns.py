@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from expertly.core.errors import ConfigError
 from expertly.model.batching import Batch, Entry, Limits
+from expertly.store.pages import KeptPages, remove_pages
 from tests.families import VOCAB_SIZE, generate, make_model
 
 PAGE = 8  # tokens
@@ -22,7 +26,7 @@ PAGE = 8  # tokens
 class Passes:
     """A batch, the tokens of each of its requests, and those of each forward pass."""
 
-    def __init__(self, model: Any, num_pages: int, budget: int = 64) -> None:
+    def __init__(self, model: Any, num_pages: int, budget: int = 64, pages: KeptPages | None = None) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.sizes: list[int] = []
         self.first: dict[str, int] = {}  # the pass that gave a request its first token
@@ -32,7 +36,7 @@ class Passes:
         self._left: dict[str, int] = {}
         self._changed = threading.Condition()
         self._hook = model.register_forward_pre_hook(self._begins, with_kwargs=True)
-        self.batch = Batch(model, Limits(PAGE, num_pages, budget, 32), self._choose, self._failed)
+        self.batch = Batch(model, Limits(PAGE, num_pages, budget, 32), self._choose, self._failed, pages)
 
     def ask(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
         self.tokens[name], self._left[name] = [], max_tokens
@@ -77,7 +81,7 @@ def tiny(family: str) -> Any:
 
 
 @contextmanager
-def passes(family: str = "qwen3_moe", **limits: int) -> Iterator[Passes]:
+def passes(family: str = "qwen3_moe", **limits: Any) -> Iterator[Passes]:
     made = Passes(tiny(family), **limits)
     try:
         yield made
@@ -206,3 +210,72 @@ def test_a_prompt_that_several_texts_have_is_read_once() -> None:
         made.wait()
         assert sum(made.sizes) <= 150 + 2 * PAGE + 3 * 3
         assert made.tokens["0"] == made.tokens["1"] == made.tokens["2"]
+
+
+def test_what_was_read_and_written_is_found_on_disk_after_a_restart(tmp_path: Path) -> None:
+    """All but the last page of it, and the new tokens: texts are those of `generate`."""
+    model, prompt, turns = tiny("qwen3_moe"), drawn(50, 1), [drawn(5, 2), drawn(9, 3)]
+    said: list[int] = []
+    for number, more in enumerate(turns):
+        text = [*prompt, *said, *more]
+        expected = generate(model, [text], 20)[0]
+        with passes(num_pages=20, pages=KeptPages(tmp_path / "kv", 1 << 20, b"model")) as made:
+            made.ask("turn", text, 20)
+            made.wait()
+        assert made.tokens["turn"] == expected
+        before = len(prompt) + len(said) if number else 0
+        assert before - PAGE < made.cached["turn"] + 1 <= before + 1 or not number, "no more than a page is lost"
+        said = [*said, *more, *expected]
+    for page in (tmp_path / "kv").iterdir():
+        content = bytearray(page.read_bytes())
+        content[7] ^= 1
+        page.write_bytes(content)
+    with passes(num_pages=20, pages=KeptPages(tmp_path / "kv", 1 << 20, b"model")) as made:
+        made.ask("damaged", text, 20)
+        made.wait()
+    assert (made.tokens["damaged"], made.cached["damaged"]) == (expected, 0), "a flipped bit is found"
+    with passes(num_pages=20, pages=KeptPages(tmp_path / "kv", 1 << 20, b"another model")) as made:
+        made.ask("another", text, 20)
+        made.wait()
+    assert made.cached["another"] == 0
+
+
+def test_pages_that_others_needed_come_back_from_disk(tmp_path: Path) -> None:
+    """With a cache of ten pages; some begin alike, and some of a beginning are still in memory."""
+    model, draw = tiny("qwen3_moe"), random.Random(0)
+    begun = [drawn(50, 7), drawn(61, 8), drawn(44, 9)]
+    with passes(num_pages=10, pages=KeptPages(tmp_path / "kv", 1 << 24, b"model")) as made:
+        for number in range(16):
+            prompt = [*begun[number % 3][: draw.randint(20, 61)], *drawn(draw.randint(0, 4), number)]
+            made.ask(str(number), prompt, 8)
+            if number % 4:
+                made.wait()
+            assert number % 4 == 0 or made.tokens[str(number)] == generate(model, [prompt], 8)[0]
+        made.wait()
+        assert sum(cached > 0 for cached in made.cached.values()) > 8
+
+
+def test_the_disk_holds_no_more_than_it_may(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The pages that were used the longest ago go; what is not a page stays, and a disk that is full is a warning."""
+    folder = tmp_path / "kv"
+    pages = KeptPages(folder, 3 * 1008, b"")
+    names = list(pages.names(range(40), 8))
+    (folder / "mine").write_text("stays")
+    for number, name in enumerate(names):
+        pages.write(name, bytes([number]) * 1000)
+        if number == 2:
+            pages.close()
+            pages = KeptPages(folder, 3 * 1008, b"")
+            assert pages.read(names[0], 1000) == bytes(1000)
+    pages.close()
+    assert {path.name for path in folder.iterdir()} == {"mine", names[0], *names[3:]}
+    remove_pages(folder)
+    assert [path.name for path in folder.iterdir()] == ["mine"]
+    pages = KeptPages(folder, 1 << 20, b"")
+    shutil.rmtree(folder)
+    pages.write(names[0], b"lost")
+    pages.close()
+    assert "nothing more is kept there" in caplog.text and names[0] not in pages
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"kv_disk: .*file cannot be used: a file is in the way"):
+        KeptPages(tmp_path / "file", 1, b"")

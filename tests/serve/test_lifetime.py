@@ -17,11 +17,12 @@ import pytest
 
 import expertly
 from expertly.cli.main import main
-from expertly.core.errors import ConfigError
+from expertly.core.errors import ConfigError, ExpertlyError
+from expertly.serve.memory import PAGE_TOKENS
 from expertly.serve.server import bind, open_server
 from expertly.serve.settings import ServeOptions
 from tests.commands import RunningCommand
-from tests.serve.conftest import greedy, served
+from tests.serve.conftest import assembled_for, greedy, served
 
 Start = Callable[..., RunningCommand]
 
@@ -35,6 +36,32 @@ def serving(start: Start, *arguments: str) -> tuple[RunningCommand, dict[str, An
 
 def client_of(about: dict[str, Any]) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{about['url']}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def test_a_conversation_goes_on_after_a_restart_without_being_read_again(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `--kv-disk`; `pack --remove` deletes what was kept."""
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
+    start_of_text, seen = "The captain looked at the sea. " * 30, []
+    for end in ("He", "She"):
+        running, about = serving(start, "--kv-disk", "64MiB", "--context", "512")
+        usage = client_of(about).completions.create(model="demo", prompt=start_of_text + end, max_tokens=2).usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        seen.append((usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens))
+        running.send_signal(signal.SIGTERM)
+        assert running.exit_code(60) == 0
+    assert seen[0][1] == 0 and seen[1][1] >= seen[1][0] - PAGE_TOKENS - 5
+    (kept,) = (tmp_path / "stores").glob("*.kv")
+    assert kept.stat().st_mode & 0o777 == 0o700 and list(kept.iterdir())
+    assert main(["pack", "--remove", kept.name.removesuffix(".kv")]) == 0
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize(("size", "reason"), [("auto", "an amount"), ("much", "accepted are"), ("0", "no memory")])
+def test_a_size_of_the_disk_is_checked(demo: tuple[Any, Any], size: str, reason: str) -> None:
+    with pytest.raises(ExpertlyError, match=f"kv_disk='{size}'.*{reason}"):
+        assembled_for(*demo, kv_disk=size)
 
 
 @pytest.mark.slow

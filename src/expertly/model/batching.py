@@ -25,6 +25,7 @@ from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError
 from expertly.model.generation import generation_config
 from expertly.model.structure import first_line
 from expertly.model.turns import Turns
+from expertly.store.pages import KeptPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +130,13 @@ class Batch:
     calls `failed`.
     """
 
-    def __init__(self, model: Any, limits: Limits, choose: Choose, failed: Failed) -> None:
+    def __init__(
+        self, model: Any, limits: Limits, choose: Choose, failed: Failed, pages: KeptPages | None = None
+    ) -> None:
+        """`pages`: those on disk, of a model that may keep some; `close` closes them."""
         self._model = model
         self._limits = limits
+        self._pages = pages
         self._failed = failed
         self._processor = _ChoosingProcessor(choose, model._get_logits_processor(_greedy_config(model, 1)))
         self._lock = threading.Lock()  # guards the fields below
@@ -184,13 +189,15 @@ class Batch:
         with self._lock:
             if self._manager.is_running():
                 self._manager.stop(block=True, timeout=60, hard_stop=True)
+        if self._pages is not None:
+            self._pages.close()
         if threading.current_thread() is not self._watcher:
             self._watcher.join()
 
     def _make(self) -> Any:
         limits = self._limits
         schedulers: Any = SCHEDULER_MAPPING
-        schedulers["expertly"] = Turns
+        schedulers["expertly"] = type("Turns", (Turns,), {"pages": self._pages})
         settings: Any = {_PAGE_FIELD: limits.page_tokens, "scheduler_type": "expertly", "safety_margin": 0.0}
         if hasattr(ContinuousBatchingConfig, "auto_switch_to_flash"):
             settings["auto_switch_to_flash"] = False  # it may download a kernel, which has no float32

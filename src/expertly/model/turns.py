@@ -6,11 +6,15 @@ and drop all pages that are kept for later prompts when a few are short.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import islice
 from typing import Any
 
+import torch
 from transformers.generation.continuous_batching import RequestState, RequestStatus, Scheduler
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+
+from expertly.store.pages import KeptPages
 
 
 class Turns(Scheduler):  # type: ignore[misc]
@@ -23,6 +27,7 @@ class Turns(Scheduler):  # type: ignore[misc]
     one with the least left and the oldest take turns.
     """
 
+    pages: KeptPages | None = None  # on disk
     cache: Any  # its parts have other names in transformers 5.17
     _allocate_blocks_if_needed: Any
 
@@ -103,7 +108,9 @@ class Turns(Scheduler):  # type: ignore[misc]
         return False
 
     def _admit(self, state: RequestState) -> bool:
-        """Begin a prompt, with the pages of its beginning that the cache has and new ones for the rest."""
+        """Begin a prompt, with the pages of its beginning that the cache or the disk has and new ones for the rest."""
+        if self.pages is not None:
+            self._bring(self.pages, state.remaining_prefill_tokens)
         rest = self._infer_request_tokens(state, set())
         self.waiting_requests.pop(state.request_id, None)
         self.waiting_requests_order.remove(state.request_id)
@@ -120,18 +127,23 @@ class Turns(Scheduler):  # type: ignore[misc]
         """
         if not self._allocators:
             return bool(self._allocate_blocks_if_needed(state, num_tokens))
-        pool = self.cache.pool
-        pool.try_to_free_sectors()
+        self.cache.pool.try_to_free_sectors()
         for allocator in self._allocators:
-            kept, ledger = allocator.ledger.cached_blocks, allocator.ledger
-            free = pool.count_free_blocks(allocator.index) + pool.num_free_sectors * allocator.blocks_per_sector
-            missing = allocator.needs_new_blocks(state.request_id, state.current_len(), num_tokens) - free
-            if missing > len(kept):
+            if not self._free(allocator, allocator.needs_new_blocks(state.request_id, state.current_len(), num_tokens)):
                 return False
-            for block in list(islice(kept, max(0, missing))):
-                del kept[block], ledger.hash_to_block[ledger.block_to_hash.pop(block)]
-                pool.free_blocks(allocator.index, [block])
         return bool(self.cache.can_store_request_tokens(state, num_tokens))
+
+    def _free(self, allocator: Any, num: int, needed: Container[int] = ()) -> bool:
+        """Have so many pages free, where there are enough, by dropping kept ones that are not `needed`."""
+        pool, ledger = self.cache.pool, allocator.ledger
+        missing = num - pool.count_free_blocks(allocator.index) - pool.num_free_sectors * allocator.blocks_per_sector
+        dropped = list(islice((block for block in ledger.cached_blocks if block not in needed), max(0, missing)))
+        if missing > len(dropped):
+            return False
+        for block in dropped:
+            del ledger.cached_blocks[block], ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+            pool.free_blocks(allocator.index, [block])
+        return True
 
     def _give_back(self, state: RequestState) -> None:
         """Let a request wait again, as old as it is."""
@@ -154,9 +166,56 @@ class Turns(Scheduler):  # type: ignore[misc]
 
     def _keep_beginnings(self, names: Iterable[str]) -> None:
         """Of pages that requests are about to give back, drop the last first: without the first, none can be found."""
-        for allocator in self._allocators:
-            for name in names:
+        for name in names:
+            if self.pages is not None:
+                self._put(self.pages, name)
+            for allocator in self._allocators:
                 allocator.block_table.get(name, []).reverse()
+
+    def _put(self, pages: KeptPages, name: str) -> None:
+        """Write the pages of a request that are not on disk yet."""
+        (allocator,), state = self._allocators, self.active_requests.get(name)
+        if state is not None:
+            tokens = state.initial_tokens + state.generated_tokens
+            for page, block in zip(
+                pages.names(tokens, self._page_tokens), allocator.block_table.get(name, ()), strict=False
+            ):
+                if block in allocator.ledger.block_to_hash and page not in pages:
+                    pages.write(page, allocator._copy_view[block].cpu().numpy().tobytes())
+
+    def _bring(self, pages: KeptPages, prompt: list[int]) -> None:
+        """Have the cache keep the pages of a prompt's beginning that are on disk, behind those that it has."""
+        from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
+
+        (allocator,), ledger, pool = self._allocators, self._allocators[0].ledger, self.cache.pool
+        there: list[int] = allocator.match_prefix_blocks(prompt)
+        parent = ledger.block_to_hash[there[-1]] if there else None
+        for number, page in enumerate(pages.names(prompt[:-1], self._page_tokens)):
+            if number < len(there):
+                continue
+            if page not in pages or not self._free(allocator, 1, there):
+                break
+            content = pages.read(page, allocator.bytes_per_block)
+            if content is None:
+                break
+            if not pool.count_free_blocks(allocator.index):
+                pool.allocate_sector(allocator.index)
+            (block,) = pool.get_free_blocks(allocator.index, 1)
+            allocator._copy_view[block] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            tokens = prompt[number * self._page_tokens : (number + 1) * self._page_tokens]
+            parent = compute_block_hash(parent, tokens)
+            same = ledger.register_new_hash(block, parent)
+            if same is None:
+                ledger.cached_blocks[block] = None
+            else:
+                pool.free_blocks(allocator.index, [block])
+            there.append(block if same is None else same)
+
+
+def may_keep_pages(model: Any) -> bool:
+    """Whether the pages of a model's KV cache are those of the tokens before them alone, and all alike."""
+    groups: Any = group_layers_by_attn_type(model.config.get_text_config())
+    return isinstance(groups, dict) and list(groups) == ["full_attention"]
 
 
 def _by_age(states: Iterable[RequestState]) -> list[RequestState]:

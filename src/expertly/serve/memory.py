@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from math import lcm
 from typing import Any
 
+import transformers
+
 from expertly.api import Handle
 from expertly.core.errors import ConfigError
+from expertly.core.files import json_bytes
+from expertly.core.resources import parse_memory
 from expertly.engine.memory import DEFAULT_CONTEXT, SharedCache
+from expertly.engine.worker import store_facts
+from expertly.model.turns import may_keep_pages
 from expertly.serve.scheduler import Room
 from expertly.serve.settings import ServeOptions
+from expertly.store.cache import pages_beside
 from expertly.store.packed import PackedStore
+from expertly.store.pages import KeptPages
 
 PAGE_TOKENS = 32
 """Tokens of one page of the KV cache."""
@@ -61,6 +70,24 @@ def room_for(options: ServeOptions, loaded: Handle) -> Room:
     """What may run at a time in the KV cache that the server got."""
     pages = loaded.division.context // PAGE_TOKENS - _PADDING_PAGES
     return Room(_context(options, loaded.store), PAGE_TOKENS, pages, options.max_running, options.max_queue)
+
+
+def kept_pages(options: ServeOptions, model: Any, store: PackedStore, reason: str | None) -> KeptPages | None:
+    """The pages on disk, beside the store, where the option asks for them. `reason`: why requests cannot share forward
+    passes. Raises ConfigError.
+    """
+    if options.kv_disk is None:
+        return None
+    if reason is not None or not may_keep_pages(model):
+        raise ConfigError(
+            f"kv_disk={options.kv_disk!r}: {reason or 'layers of this model slide'}; accepted: no kv_disk"
+        )
+    folder = pages_beside(store.folder)
+    most = parse_memory(options.kv_disk, shutil.disk_usage(store.folder).free, "kv_disk")
+    if most is None:
+        raise ConfigError("kv_disk='auto': accepted: an amount, or a share of what is free there")
+    of_model = {**store_facts(store.manifest), "transformers": transformers.__version__, "page": PAGE_TOKENS}
+    return KeptPages(folder, most, json_bytes(of_model))
 
 
 def memory_of(loaded: Handle, room: Room) -> dict[str, int]:

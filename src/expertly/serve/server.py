@@ -22,7 +22,7 @@ from expertly.core.errors import ConfigError
 from expertly.model.batching import Batch, Limits, OneAtATime, Stepper, end_tokens, why_not_together
 from expertly.model.generation import stop_strings
 from expertly.serve.app import make_app
-from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, cache_for, memory_of, room_for
+from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, cache_for, kept_pages, memory_of, room_for
 from expertly.serve.prompts import Prompts
 from expertly.serve.reading import MIN_VALUES, Bodies
 from expertly.serve.sampling import Sampler
@@ -91,6 +91,7 @@ def assemble(
     reason = why_not_together(model, PAGE_TOKENS)
     if reason is not None:
         room = replace(room, is_one_at_a_time=True, max_running=MAX_CHOICES)
+    pages = kept_pages(options, model, loaded.store, reason)
     names = options.served_names
     head = {"id": names[0], "object": "model", "created": int(time.time()), "owned_by": "expertly"}
     facts = {  # what OpenAI has no field for
@@ -113,7 +114,7 @@ def assemble(
         if reason is not None:
             return OneAtATime(model, sampler.choose, failed)
         limits = Limits(PAGE_TOKENS, room.num_pages, max(MAX_BATCH_TOKENS, room.max_running), room.max_running)
-        return Batch(model, limits, sampler.choose, failed)
+        return Batch(model, limits, sampler.choose, failed, pages)
 
     bodies = Bodies(options.max_body, MIN_VALUES + 2 * room.context)
     app = make_app(service, view, keys, bodies, options.root_path or "")

@@ -32,6 +32,12 @@ class ServeOptions(LoadOptions):
     kv_tokens: int | None = option(
         None, "tokens of KV cache (default: for --max-running texts, at most 32768)", least=1, panel=ADVANCED
     )
+    kv_disk: str | None = option(
+        None,
+        "keep the KV cache of what was read and written on disk, too, up to this size",
+        metavar="SIZE",
+        panel=ADVANCED,
+    )
     max_body: int = option(4 << 20, "the largest request in bytes", metavar="BYTES", least=1, panel=ADVANCED)
     chat_template: str | None = option(
         None, "a Jinja template instead of the model's own", metavar="FILE", panel=ADVANCED

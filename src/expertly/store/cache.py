@@ -17,6 +17,7 @@ from expertly.core.files import disk_errors, existing_parent, has_mark, name_of_
 from expertly.core.untrusted import open_file, read_json_object
 from expertly.store.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from expertly.store.packed import is_packed_store
+from expertly.store.pages import remove_pages
 from expertly.store.removal import LOCK_NAME, remove_store
 
 CACHE_VARIABLE = "EXPERTLY_CACHE"
@@ -69,6 +70,11 @@ def learned_beside(folder: Path, kind: str) -> Path:
     return folder.with_name(f"{folder.name}.{kind}")
 
 
+def pages_beside(folder: Path) -> Path:
+    """The folder of what a server keeps of KV caches; it may not exist."""
+    return learned_beside(folder, "kv")
+
+
 def mark_of(kind: str) -> bytes:
     """What every file of a kind of LEARNED has near its beginning."""
     return f'"expertly-{kind}"'.encode()
@@ -101,7 +107,7 @@ def list_entries(cache_dir: Path | None = None) -> list[CacheEntry]:
 
 def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
     """Remove the entry of that name, or the only one whose name starts with it or whose source it is, and what was
-    learned about its model.
+    learned about its model, or kept of its KV caches.
 
     A loaded model that has the store open goes on working. Raises ConfigError where none or several match, StoreError
     where another process is packing it or it cannot be removed.
@@ -117,6 +123,7 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
     entry = matches[0]
     with _locked(entry.folder), store_errors(entry.folder, "removing it"):
         remove_store(entry.folder)
+        remove_pages(pages_beside(entry.folder))
         for kind in LEARNED:
             path = learned_beside(entry.folder, kind)
             if has_mark(path, mark_of(kind)):

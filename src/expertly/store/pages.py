@@ -1,0 +1,139 @@
+"""Pages of a KV cache on disk, beside a model's store: what was read or written once is not computed again, though the
+server was started again or others needed its memory meanwhile. A page is a file, found by all tokens up to its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from expertly.core.errors import ConfigError, StoreError
+from expertly.core.files import check_folder, remove_folder, write_atomic
+from expertly.core.untrusted import reading
+
+_NAME = re.compile(r"[0-9a-f]{32}\.page|\.[0-9a-f]{32}\.page\.tmp")
+
+_WAITING_NBYTES = 32 << 20
+"""Of pages that wait to be written; who has more waits for the disk."""
+
+_SUM_NBYTES = 8  # behind a page
+
+log = logging.getLogger("expertly.serve")
+
+
+def remove_pages(folder: Path) -> None:
+    """Delete a folder's pages, and the folder where there is nothing else. Raises OSError."""
+    if os.path.lexists(folder):
+        remove_folder(folder, lambda name: _NAME.fullmatch(name) is not None)
+
+
+class KeptPages:
+    """The pages of one model, at most so many bytes; those go first that were used the longest ago. One thread uses
+    it; another writes. What cannot be read is not there, and a disk that cannot be written to is a warning.
+    """
+
+    def __init__(self, folder: Path, most_nbytes: int, model: bytes) -> None:
+        """`model`: what makes the same tokens other pages. Raises ConfigError where the folder cannot be used."""
+        self._folder, self._most_nbytes, self._model = folder, most_nbytes, model
+        self._changed = threading.Condition()  # guards the fields below
+        self._nbytes: OrderedDict[str, int] = OrderedDict()  # of files by name, the last used last
+        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._is_closed = self._is_broken = False
+        try:
+            check_folder(folder)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            files = [(entry.stat(), entry.name) for entry in os.scandir(folder) if _NAME.fullmatch(entry.name)]
+        except OSError as error:
+            raise ConfigError(f"kv_disk: {folder} cannot be used: {error.strerror or error}") from None
+        for about, name in sorted(files, key=lambda file: file[0].st_mtime_ns):
+            self._nbytes[name] = about.st_size
+        self._writer = threading.Thread(target=self._write_all, name="expertly-serve-pages", daemon=True)
+        self._writer.start()
+
+    def names(self, tokens: Sequence[int], page_tokens: int) -> Iterator[str]:
+        """Of the pages that these tokens fill, one after the other."""
+        digest = hashlib.blake2b(self._model, digest_size=16)
+        for end in range(page_tokens, len(tokens) + 1, page_tokens):
+            digest.update(np.asarray(tokens[end - page_tokens : end], np.int64).tobytes())
+            yield f"{digest.hexdigest()}.page"
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._nbytes
+
+    def read(self, name: str, nbytes: int) -> bytes | None:
+        """A page's bytes; None where they are not what was written."""
+        path = self._folder / name
+        content = b""
+        with suppress(StoreError), reading(path, StoreError) as file:
+            content = file.read(nbytes + _SUM_NBYTES + 1)
+        page, checksum = content[:nbytes], content[nbytes:]
+        if len(page) != nbytes or checksum != xxhash.xxh3_64_digest(page):
+            self._forget(name)
+            return None
+        with self._changed, suppress(KeyError):
+            self._nbytes.move_to_end(name)
+        with suppress(OSError):
+            os.utime(path)
+        return page
+
+    def write(self, name: str, page: bytes) -> None:
+        """Soon; a page that is there stays. Waits where too much waits to be written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting or self._num_waiting() + len(page) <= _WAITING_NBYTES)
+            if not (self._is_broken or self._is_closed):
+                self._waiting.append((name, page))
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Returns when all is written. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._writer.join()
+
+    def _num_waiting(self) -> int:
+        return sum(len(page) for _, page in self._waiting)
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if not self._waiting:
+                    return
+                name, page = self._waiting[0]
+            try:
+                self._write(name, page + xxhash.xxh3_64_digest(page))
+            except OSError as error:
+                log.warning("kv_disk: %s: %s; nothing more is kept there", self._folder, error.strerror or error)
+                with self._changed:
+                    self._is_broken = True
+                    self._waiting.clear()
+            with self._changed:
+                if self._waiting:
+                    self._waiting.popleft()
+                self._changed.notify_all()
+
+    def _write(self, name: str, content: bytes) -> None:
+        if name in self._nbytes or len(content) > self._most_nbytes:
+            return
+        while self._nbytes and sum(self._nbytes.values()) + len(content) > self._most_nbytes:
+            self._forget(next(iter(self._nbytes)))
+        write_atomic(self._folder / name, content)
+        with self._changed:
+            self._nbytes[name] = len(content)
+
+    def _forget(self, name: str) -> None:
+        with self._changed:
+            self._nbytes.pop(name, None)
+        with suppress(OSError):
+            (self._folder / name).unlink()
