@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import transformers
 from transformers.generation.continuous_batching import RequestState, RequestStatus, Scheduler
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
@@ -212,10 +213,13 @@ class Turns(Scheduler):  # type: ignore[misc]
             there.append(block if same is None else same)
 
 
-def may_keep_pages(model: Any) -> bool:
-    """Whether the pages of a model's KV cache are those of the tokens before them alone, and all alike."""
+def kind_of_pages(model: Any) -> str | None:
+    """What the layout of a page depends on beside the model; None where pages are not those of the tokens before them
+    alone, or not all alike.
+    """
     groups: Any = group_layers_by_attn_type(model.config.get_text_config())
-    return isinstance(groups, dict) and list(groups) == ["full_attention"]
+    are_alike = isinstance(groups, dict) and list(groups) == ["full_attention"]
+    return f"transformers {transformers.__version__}" if are_alike else None
 
 
 def _by_age(states: Iterable[RequestState]) -> list[RequestState]:

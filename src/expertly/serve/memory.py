@@ -7,15 +7,13 @@ from collections import Counter
 from math import lcm
 from typing import Any
 
-import transformers
-
 from expertly.api import Handle
 from expertly.core.errors import ConfigError
 from expertly.core.files import json_bytes
 from expertly.core.resources import parse_memory
 from expertly.engine.memory import DEFAULT_CONTEXT, SharedCache
 from expertly.engine.worker import store_facts
-from expertly.model.turns import may_keep_pages
+from expertly.model.turns import kind_of_pages
 from expertly.serve.scheduler import Room
 from expertly.serve.settings import ServeOptions
 from expertly.store.cache import pages_beside
@@ -78,15 +76,15 @@ def kept_pages(options: ServeOptions, model: Any, store: PackedStore, reason: st
     """
     if options.kv_disk is None:
         return None
-    if reason is not None or not may_keep_pages(model):
-        raise ConfigError(
-            f"kv_disk={options.kv_disk!r}: {reason or 'layers of this model slide'}; accepted: no kv_disk"
-        )
+    kind = kind_of_pages(model)
+    if reason is not None or kind is None:
+        reason = reason or "layers of this model see only the last tokens"
+        raise ConfigError(f"kv_disk={options.kv_disk!r}: {reason}; accepted: no kv_disk")
     folder = pages_beside(store.folder)
     most = parse_memory(options.kv_disk, shutil.disk_usage(store.folder).free, "kv_disk")
     if most is None:
         raise ConfigError("kv_disk='auto': accepted: an amount, or a share of what is free there")
-    of_model = {**store_facts(store.manifest), "transformers": transformers.__version__, "page": PAGE_TOKENS}
+    of_model = {**store_facts(store.manifest), "kind": kind, "page": PAGE_TOKENS}
     return KeptPages(folder, most, json_bytes(of_model))
 
 
