@@ -17,6 +17,7 @@ from tests.model.formats import ARGUMENTS, CLOCK, FAMILIES, WEATHER, Family
 TOOLS = [WEATHER, CLOCK]
 CALL = '<tool_call>{"name": "clock", "arguments": {"city": "Oslo"}}</tool_call>'
 CALLED = [["call", "clock"], ["arguments", '{"city": "Oslo"}']]
+LINES = "\n" * 1000
 WRONG = "<tool_call>no JSON</tool_call>"
 
 
@@ -92,6 +93,8 @@ def test_arguments_come_as_they_are_written(family: Family) -> None:
         (f"I look. {WRONG} and more", [["content", f"I look. {WRONG} and more"]]),
         (f"{CALL}then {WRONG}{CALL}", [*CALLED, ["content", f"then {WRONG}{CALL}"]]),
         ("I look. <tool_call>{", [["content", "I look. <tool_call>{"]]),
+        ("I look. <tool_call>", [["content", "I look. <tool_call>"]]),
+        (f"I look.{LINES}{CALL}{LINES}Yes.{LINES}", [["content", "I look."], *CALLED, ["content", f"Yes.{LINES}"]]),
         ('<tool_call>{"arguments": {"city": "Oslo"}, "name": "clock"}</tool_call>', CALLED),
         ('<tool_call>{"name": "clock"}</tool_call>', [["call", "clock"], ["arguments", "{}"]]),
         ('<tool_call>{"name": "clock", "arguments": "{}"}</tool_call>', [["call", "clock"], ["arguments", "{}"]]),
@@ -134,6 +137,33 @@ def test_python_calls_of_llama() -> None:
     ]  # fmt: skip
     for content in ("[1](a link)", "[other(a=1)]", '{"name": "Oslo", "parameters": {}}', '{"a": 1}'):
         assert read(form, content) == [["content", content]]
+
+
+@pytest.mark.parametrize(
+    ("sign", "text"),
+    [
+        ("<function=", "<function=clock>\n</function>\n</tool_call>"),
+        ("<function=", "<tool_call><function=clock></function></tool_call>"),
+        ("<tool_call>", '<tool_call>{"type": "function", "name": "clock", "parameters": {}, "id": "1"}</tool_call>'),
+        ("<tool_call>", '<tool_call>\n{"name": "clock", "arguments": {}}'),
+        ("<arg_key>", "<tool_call>clock</tool_call>"),
+        ("<start_header_id> <|python_tag|> <|header_start|>", '<|python_tag|>{"name": "clock", "parameters": {}}'),
+        ("<|header_start|>", "<|python_start|>[clock()]<|python_end|>"),
+        ("[TOOL_CALLS] [ARGS]", "[TOOL_CALLS]clock{}"),
+        ("[TOOL_CALLS] [ARGS]", "[TOOL_CALLS]clock[CALL_ID]abcdefghi[ARGS]{}"),
+        ("[TOOL_CALLS]", '[TOOL_CALLS] [{"name": "clock", "arguments": {}}]'),
+        ("<｜tool▁sep｜>", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}"),
+        ("<|channel|>", " to=functions.clock<|channel|>commentary json<|message|>{}"),
+        ("<|channel|>", "<|channel|>analysis to=functions.clock code<|message|>{}<|call|>"),
+        ("<|tool_call>call:", "<|tool_call>call:clock{}<tool_call|>"),
+    ],
+)
+def test_what_models_write_beside_their_templates(sign: str, text: str) -> None:
+    for is_whole in (False, True):
+        assert read(AnswerFormat(None, format_of(sign, ())), text, is_whole=is_whole) == [
+            ["call", "clock"],
+            ["arguments", "{}"],
+        ]
 
 
 @pytest.mark.parametrize(

@@ -181,3 +181,14 @@ def test_other_grammars(demo: tuple[Any, Any], wish: Any, accepted: Any) -> None
 def test_wrong_grammars_are_refused(demo: tuple[Any, Any], wish: Any, said: str) -> None:
     with saying(demo, BY_NAME["qwen3"], "x") as serving, pytest.raises(openai.BadRequestError, match=said):
         ask(serving, tools=[], extra_body=wish)
+
+
+def test_a_grammar_that_allows_nothing_is_an_error(demo: tuple[Any, Any]) -> None:
+    """Not an answer that ends in the middle."""
+    endless = {"$ref": "#/$defs/a"}
+    names = "".join(f"{number}" for number in range(30))
+    schema = {"type": "object", "properties": {names: endless}, "required": [names], "$defs": {"a": endless}}
+    with saying(demo, BY_NAME["qwen3"], "x") as serving:
+        for wrong in (endless | {"$defs": {"a": endless}}, schema):
+            with pytest.raises(openai.APIStatusError, match=r"structured_outputs|grammar"):
+                serving.complete("Oslo", 100, extra_body={"structured_outputs": {"json": wrong}})

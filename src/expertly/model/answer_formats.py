@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 import regex
 
+_SPACE = r"(?<!\s)\s*+"
+"""All of it, so that a search does not begin anew at each of a thousand line breaks."""
+
 _NAME = r"(?P<name>[\w.\-]+)"
 
 
@@ -48,12 +51,12 @@ class CallFormat:
     def open_re(self) -> regex.Pattern[str]:
         opening = flexible(self.section[0])
         if self.kind == "parameters" and (first := flexible(self.call.partition("{name}")[0])):
-            return _compiled(rf"\s*(?:{opening}\s*)?(?={first})")  # some models leave the section's mark out
+            return _compiled(rf"{_SPACE}(?:{opening}\s*)?(?={first})")  # some models leave the section's mark out
         if opening:
-            return _compiled(r"\s*" + opening)
+            return _compiled(_SPACE + opening)
         # nothing marks it: it is JSON, or Python
         start = r'\{\s*"(?:type|name|parameters|function)"' + rf"|\[\s*{_NAME}\("  # nothing marks it: JSON, or Python
-        return _compiled(rf"[\s;,]*(?:<\|python_(?:tag|start)\|>)?\s*(?={start})")
+        return _compiled(rf"[\s;,]*+(?:<\|python_(?:tag|start)\|>)?\s*+(?={start})")
 
     @cached_property
     def close_re(self) -> regex.Pattern[str]:
@@ -77,17 +80,14 @@ class CallFormat:
         opening, _, closing = self.parameter.partition("{value}")
         before, _, behind = opening.partition("{key}")
         behind = flexible(behind).replace('string="true"', 'string="(?P<is_text>true|false)"')
-        closing = ("\n?" if closing.startswith("\n") else "") + flexible(closing)
-        return _compiled(r"\s*" + flexible(before) + r'(?P<key>[^<>"]+)' + behind), _compiled(closing)
+        edge = "\n?" if closing.startswith("\n") else ""
+        opening = r"\s*" + flexible(before) + r'(?P<key>[^<>"]+)' + behind + edge
+        return _compiled(opening), _compiled(edge + flexible(closing))
 
     @property
     def ids(self) -> slice:
         """Of an id, what templates accept: Mistral's want nine letters and digits."""
         return slice(5, 14) if self.name.startswith("mistral") else slice(None)
-
-    @property
-    def trims(self) -> bool:
-        return self.parameter.partition("{value}")[2].startswith("\n")
 
 
 def _compiled(pattern: str) -> regex.Pattern[str]:
@@ -166,20 +166,23 @@ def types_of(schema: dict[str, Any], key: str) -> set[str]:
     """The JSON types of a property by its object's schema; none where that does not say."""
 
     def types(part: Any, depth: int = 8) -> set[str]:
-        if not isinstance(part, dict) or depth == 0:
+        if depth == 0 or not isinstance(part, dict):
             return set()
-        named = part.get("type", ())
+        named = part.get("type", [])
         kinds = {named} if isinstance(named, str) else set(named)
-        kinds |= {_kind(value) for value in (*part.get("enum", ()), *([part["const"]] if "const" in part else ()))}
+        kinds |= {_kind(value) for name in ("enum", "const") if name in part for value in _list(part[name])}
         parts = [choice for name in ("anyOf", "oneOf", "allOf") for choice in part.get(name, ())]
         if "$ref" in part:
             place: Any = schema
-            for name in str(part["$ref"]).removeprefix("#/").split("/"):
-                place = place.get(name) if isinstance(place, dict) else None
+            for name in part["$ref"].removeprefix("#/").split("/"):
+                place = place[name]
             parts.append(place)
         return kinds.union(*(types(choice, depth - 1) for choice in parts))
 
-    return types(schema.get("properties", {}).get(key))
+    try:
+        return types(schema["properties"][key])
+    except (TypeError, LookupError, AttributeError):  # it is no schema
+        return set()
 
 
 def typed(text: str, types: set[str]) -> str:
@@ -191,6 +194,10 @@ def typed(text: str, types: set[str]) -> str:
         kind = "string"
     fits = kind in types or (kind == "integer" and "number" in types) or not types & {"string"}
     return raw if kind != "string" and fits else json.dumps(text, ensure_ascii=False)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _kind(value: Any) -> str:

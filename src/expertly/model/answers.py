@@ -26,13 +26,15 @@ _IN_OBJECT = regex.compile(  # the beginning of a call in an object, in the usua
 )
 _OBJECT = regex.compile(r"[\s,]*(?=\{)")
 _END_OF_OBJECT = regex.compile(r"\s*(?=[,}])")
+_NEVER = regex.compile(r"(?!)")
+_BRACKETS, _IN_STRING = regex.compile(r'["{}\[\]]'), regex.compile(r'\\.|"', regex.DOTALL)
 _MORE = regex.compile(r"\s*(?=\S)")
 _GEMMA = regex.compile(
     r'\s*(?:(?P<quote><\|"\|>)|(?P<mark>[{}\[\],:])|(?P<word>[^\s{}\[\],:<"]+)(?=\s*(?P<next>[:,\]}])))'
 )
 _GEMMA_QUOTE = regex.compile(r'<\|"\|>')
 _MESSAGE = regex.compile(  # the head of one in harmony
-    r"\s*(?:<\|start\|>)?(?:assistant)?\s*(?:to=(?P<to>[^\s<]+)\s*)?<\|channel\|>\s*(?P<channel>\w+)"
+    r"(?<!\s)\s*+(?:<\|start\|>)?(?:assistant)?\s*+(?:to=(?P<to>[^\s<]++)\s*)?<\|channel\|>\s*(?P<channel>\w+)"
     r"(?:\s+to=(?P<to>[^\s<]+))?[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
 )
 _END_OF_MESSAGE = regex.compile(r"<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)")
@@ -42,6 +44,8 @@ Stage = Literal["thinks", "may think", "thought", "content"]
 
 Steps = Generator[None, None, Any]
 """Parses until the text ends, then yields until more has come."""
+
+Take = Callable[[str], None]
 
 
 class _NoCallError(ValueError):
@@ -126,32 +130,29 @@ class AnswerReader(Protocol):
         """The rest, behind the last text."""
 
 
+@dataclass(eq=False)
 class FormatReader:
     """Parses an answer by a format. A text that is marked as a call but is none is content, and so is all behind it.
 
     The text up to `_place` is parsed, and up to `_told` in parts.
     """
 
-    def __init__(
-        self,
-        form: CallFormat,
-        stage: str,
-        tools: Sequence[dict[str, Any]],
-        is_single: bool,
-        is_whole: bool,
-        is_constrained: bool,
-    ) -> None:
-        self.marks: str | None = form.text
-        self._format = form
-        self._tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-        self._is_single, self._is_whole, self._is_constrained = is_single, is_whole, is_constrained
-        self._text, self._place, self._told = "", 0, 0
-        self._is_end = False
+    form: CallFormat
+    stage: Stage
+    tools: Sequence[dict[str, Any]]
+    is_single: bool
+    is_whole: bool
+    is_constrained: bool
+
+    def __post_init__(self) -> None:
+        self.marks: str | None = self.form.text
+        self._tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
+        self._text, self._place, self._told, self._is_end = "", 0, 0, False
         self._parts: list[AnswerPart] = []
         self._held: list[AnswerPart] = []  # of a call that is not complete
         self._num_calls = 0
-        self._trims = stage in ("thinks", "thought")  # the next text loses white space before it
-        self._steps = self._answer(stage)
+        self._trims = self.stage in ("thinks", "thought")  # the next text loses white space before it
+        self._steps = self._answer()
 
     def add(self, text: str) -> list[AnswerPart]:
         self._text = self._text[self._told :] + text
@@ -164,45 +165,37 @@ class FormatReader:
         self._is_end = True
         return self.add("")
 
-    def _answer(self, stage: str) -> Steps:
+    def _answer(self) -> Steps:
         try:
-            yield from self._messages() if self._format.kind == "harmony" else self._sections(stage)
+            yield from self._messages() if self.form.kind == "harmony" else self._sections()
         except (ValueError, RecursionError):
             self._held, self._place = [], self._told
-        while True:
-            self._show("content", len(self._text))
-            if self._is_end:
-                return
-            yield
+        yield from self._until(_NEVER, self._content)
 
-    def _sections(self, stage: str) -> Steps:
+    def _sections(self) -> Steps:
         """Reasoning, then content and sections of calls."""
-        opening, closing = map(flexible, self._format.think)
-        if stage == "thinks" or (stage == "may think" and (yield from self._match(regex.compile(r"\s*" + opening)))):
+        opening, closing = map(flexible, self.form.think)
+        begins = self.stage == "may think" and (yield from self._match(regex.compile(r"\s*" + opening)))
+        if begins or self.stage == "thinks":
             self._told, self._trims = self._place, True
-            yield from self._until("reasoning", regex.compile(closing))
+            yield from self._until(regex.compile(closing), self._reasoning)
             self._told, self._trims = self._place, True
-        is_first = self._is_constrained or not self._format.section[0]
-        while self._tools:
-            begins = self._match(self._format.open_re) if is_first else self._until("content", self._format.open_re)
-            if (yield from begins) is None:
-                return
-            yield from self._calls()
-
-    def _calls(self) -> Steps:
-        """Those of a section, behind what opens it."""
-        while True:
-            yield from self._call()
-            if not self._format.section[1] or (yield from self._match(self._format.close_re)):
-                break
-            if (yield from self._match(_MORE)) is None:
-                break
-        self._complete()
+        is_first = self.is_constrained or not self.form.open_mark
+        opens = self.form.open_re
+        while self._tools and (yield from self._match(opens) if is_first else self._until(opens, self._content)):
+            while True:
+                yield from self._call()
+                if not self.form.section[1] or (yield from self._match(self.form.close_re)):
+                    break
+                if (yield from self._match(_MORE)) is None:
+                    break
+            self._complete()
 
     def _call(self) -> Steps:
-        form = self._format
+        form = self.form
         if form.kind == "object":
-            return (yield from self._python() if self._text[self._place] == "[" else self._object())
+            yield from self._python() if self._text.startswith("[", self._place) else self._object()
+            return
         head = yield from self._match(form.head_re)
         if head is None:
             raise _NoCallError
@@ -210,7 +203,7 @@ class FormatReader:
         if form.kind == "parameters":
             yield from self._parameters(self._tools.get(head["name"], {}))
         else:
-            yield from self._gemma() if form.kind == "gemma" else self._json()
+            yield from self._gemma() if form.kind == "gemma" else self._value(self._write)
         if (yield from self._match(form.tail_re)) is None and (yield from self._match(_MORE)):
             raise _NoCallError
 
@@ -218,96 +211,68 @@ class FormatReader:
         yield from self._match(_OBJECT)
         if head := (yield from self._match(_IN_OBJECT)):
             self._begin(head["name"])
-            yield from self._json()
+            yield from self._value(self._write)
             if (yield from self._match(_END_OF_OBJECT)) is None:
                 raise _NoCallError
-            yield from self._json(is_told=False, depth=1)
+            yield from self._value(depth=1)
             return
-        call, arguments = _called(json.loads((yield from self._json(is_told=False))))
+        pieces: list[str] = []
+        yield from self._value(pieces.append)
+        call, arguments = _called(json.loads("".join(pieces)))
         self._begin(call.text)
         self._write(arguments.text)
 
     def _python(self) -> Steps:
-        while not self._is_end:
-            yield
-        text = self._text[self._place :].partition("<|python_end|>")[0]
-        for call in parse_content(text.strip(), "python-call-list", {}):
+        pieces: list[str] = []
+        yield from self._until(_NEVER, pieces.append)
+        for call in parse_content("".join(pieces).partition("<|python_end|>")[0].strip(), "python-call-list", {}):
             self._begin(call["name"])
             self._write(_dumped(call["arguments"]))
-        self._place = len(self._text)
 
-    def _json(self, is_told: bool = True, depth: int = 0) -> Steps:
-        """The text of one value in brackets, `depth` of which are open."""
-        text, is_string, is_escaped = "", False, False
-        while True:
-            end = len(self._text)
-            for place in range(self._place, end):
-                letter = self._text[place]
-                if is_escaped:
-                    is_escaped = False
-                elif letter == '"':
-                    is_string = not is_string
-                elif is_string:
-                    is_escaped = letter == "\\"
-                elif letter in "{[":
-                    depth += 1
-                elif letter in "}]":
-                    depth -= 1
-                    if depth == 0:
-                        end = place + 1
-                        break
-            piece, self._place = self._text[self._place : end], end
-            text += piece
-            if is_told:
-                self._write(piece)
-            if depth == 0:
-                return text
-            if self._is_end:
-                raise _NoCallError
-            yield
+    def _value(self, take: Take = lambda piece: None, depth: int = 0) -> Steps:
+        """JSON in brackets, `depth` of which are open."""
+        is_string = False
+        while mark := (yield from self._until(_IN_STRING if is_string else _BRACKETS, take)):
+            take(mark[0])
+            if mark[0] == '"':
+                is_string = not is_string
+            elif not is_string:
+                depth += 1 if mark[0] in "{[" else -1
+                if depth == 0:
+                    return
+        raise _NoCallError
 
     def _parameters(self, schema: dict[str, Any]) -> Steps:
-        opening, closing = self._format.parameter_re
-        self._write("{")
-        comma = ""
+        opening, closing = self.form.parameter_re
+        begins = "{"
         while head := (yield from self._match(opening)):
             is_text = head.groupdict().get("is_text")
             types = types_of(schema, head["key"]) if is_text is None else {"string"} if is_text == "true" else set()
-            self._write(comma + _dumped(head["key"]) + ": ")
-            value = yield from self._value(closing, is_told=types == {"string"}, trims=self._format.trims)
-            self._write("" if types == {"string"} else typed(value, types))
-            comma = ", "
-        self._write("}")
+            self._write(begins + _dumped(head["key"]) + ": ")
+            if types == {"string"}:
+                yield from self._string(closing)
+            else:
+                pieces: list[str] = []
+                if (yield from self._until(closing, pieces.append)) is None:
+                    raise _NoCallError
+                self._write(typed("".join(pieces), types))
+            begins = ", "
+        self._write("{}" if begins == "{" else "}")
 
-    def _value(self, closing: regex.Pattern[str], is_told: bool, trims: bool = False) -> Steps:
-        """Text up to `closing`, told as a string of JSON or returned."""
-        text = ""
-        self._write('"' if is_told else "")
-        while True:
-            match = closing.search(self._text, self._place, partial=not self._is_end)
-            end = len(self._text) if match is None else match.start()
-            piece, self._place = self._text[self._place : end], end
-            if trims and piece:
-                piece, trims = piece.removeprefix("\n"), False
-            text += piece
-            if is_told:
-                self._write(_dumped(piece)[1:-1])
-            if self._is_sure(match):
-                self._place = match.end()
-                self._write('"' if is_told else "")
-                return text
-            if self._is_end:
-                raise _NoCallError
-            yield
+    def _string(self, closing: regex.Pattern[str]) -> Steps:
+        """Text up to `closing`, as a string of JSON."""
+        self._write('"')
+        if (yield from self._until(closing, lambda piece: self._write(_dumped(piece)[1:-1]))) is None:
+            raise _NoCallError
+        self._write('"')
 
     def _gemma(self) -> Steps:
         """Arguments as Gemma writes them: names without quotes, strings between marks of their own."""
         depth = 0
         while match := (yield from self._match(_GEMMA)):
             if match["quote"]:
-                yield from self._value(_GEMMA_QUOTE, is_told=True)
-            elif match["word"]:
-                word = match["word"]
+                yield from self._string(_GEMMA_QUOTE)
+            elif word := match["word"]:
                 self._write(_dumped(word) if match["next"] == ":" else typed(word, set()))
             else:
                 depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(match["mark"], 0)
@@ -318,18 +283,18 @@ class FormatReader:
 
     def _messages(self) -> Steps:
         """Harmony's: each has a channel, and a recipient where it is a call."""
-        while head := (yield from self._until("content", _MESSAGE)):
+        while head := (yield from self._until(_MESSAGE, self._content)):
             name = (head["to"] or "").removeprefix("functions.")
-            is_call = self._tools and name not in ("", head["to"])
-            if is_call and (yield from self._match(_OBJECT)):
+            if self._tools and name not in ("", head["to"]) and (yield from self._match(_OBJECT)):
                 self._begin(name)
-                yield from self._json()
+                yield from self._value(self._write)
                 if (yield from self._match(_MORE)) and (yield from self._match(_END_OF_MESSAGE)) is None:
                     raise _NoCallError
                 self._complete()
             else:
                 self._trims = True
-                yield from self._until("reasoning" if head["channel"] == "analysis" else "content", _END_OF_MESSAGE)
+                take = self._reasoning if head["channel"] == "analysis" else self._content
+                yield from self._until(_END_OF_MESSAGE, take)
             self._told = self._place
 
     # -- text and its parts --------------------------------------------------------------------------------------------
@@ -343,11 +308,12 @@ class FormatReader:
                 return match
             yield
 
-    def _until(self, kind: Literal["reasoning", "content"], pattern: regex.Pattern[str]) -> Steps:
-        """Text of one kind up to `pattern`, whose match is returned; None where the answer ends before."""
+    def _until(self, pattern: regex.Pattern[str], take: Take) -> Steps:
+        """Gives `take` the text up to `pattern`, whose match is returned; None where the answer ends before."""
         while True:
             match = pattern.search(self._text, self._place, partial=not self._is_end)
-            self._show(kind, len(self._text) if match is None else match.start())
+            begin, self._place = self._place, len(self._text) if match is None else match.start()
+            take(self._text[begin : self._place])
             if match is None and self._is_end:
                 return None
             if self._is_sure(match):
@@ -359,31 +325,35 @@ class FormatReader:
         """Whether it is the same match whatever comes."""
         return match is not None and not match.partial and (self._is_end or match.end() < len(self._text))
 
-    def _show(self, kind: Literal["reasoning", "content"], end: int) -> None:
-        text = self._text[self._place : end]
-        self._place = self._told = end
-        text = text.lstrip() if self._trims else text
-        if text:
+    def _content(self, text: str) -> None:
+        self._show("content", text)
+
+    def _reasoning(self, text: str) -> None:
+        self._show("reasoning", text)
+
+    def _show(self, kind: Literal["reasoning", "content"], text: str) -> None:
+        self._told = self._place
+        if text := (text.lstrip() if self._trims else text):
             self._parts.append(AnswerPart(kind, text))
             self._trims = False
 
     def _begin(self, name: str, id: str | None = None) -> None:
         """Begin a call. Where nothing marks one, it calls a tool that there is."""
-        if not name or (name not in self._tools and not self._format.open_mark):
+        if not name or (name not in self._tools and not self.form.open_mark):
             raise _NoCallError
         if self._held:
             self._complete()
         self._num_calls += 1
-        self._tell(AnswerPart("call", name, id or _new_id()[self._format.ids]))
+        self._tell(AnswerPart("call", name, id or _new_id()[self.form.ids]))
 
     def _write(self, text: str) -> None:
         if text:
             self._tell(AnswerPart("arguments", text))
 
     def _tell(self, part: AnswerPart) -> None:
-        if not (self._is_single and self._num_calls > 1):
-            (self._held if self._is_whole else self._parts).append(part)
-        if not self._is_whole:
+        if not (self.is_single and self._num_calls > 1):
+            (self._held if self.is_whole else self._parts).append(part)
+        if not self.is_whole:
             self._told = self._place
 
     def _complete(self) -> None:
@@ -399,38 +369,33 @@ class TemplateReader:
     Text that is marked as a call but is none is content, and so is all behind it.
     """
 
+    marks: str | None = None
+
     def __init__(self, template: dict[str, Any], prompt: str, tools: Sequence[dict[str, Any]], is_single: bool) -> None:
         loaded = load_response_template(template)
-        begun = loaded.truncate_past_last_anchor(prompt)
         self._make = lambda: ResponseParser(loaded, prefix=prompt, tools=list(tools))
         self._parser: ResponseParser | None = self._make()
-        calls = loaded.fields.get("tool_calls")
-        self._opens = None if calls is None else calls.open_re
+        self._calls = loaded.fields.get("tool_calls")
         self._is_single = is_single
+        self._has_call = False
         self._text = ""  # all that came
-        self._told: set[str] = set()  # kinds of the parts that were returned
-        self._is_begun = bool(begun)
-        self._is_behind_call = False
-        self.marks: str | None = None
+        self._trims = bool(loaded.truncate_past_last_anchor(prompt))  # the next text loses white space before it
 
     def add(self, text: str) -> list[AnswerPart]:
         self._text += text
-        return self._parts(lambda parser: parser.feed(text), text)
-
-    def end(self) -> list[AnswerPart]:
-        return self._parts(lambda parser: parser.finalize()[1], "")
-
-    def _parts(self, advance: Callable[[ResponseParser], Any], text: str) -> list[AnswerPart]:
         if self._parser is None:
             return self._shown("content", text)
-        try:
-            return self._events(advance(self._parser))
-        except _FAILURES:
-            return self._given_up(text)
+        return self._parsed(text, self._parser, lambda parser: parser.feed(text))
 
-    def _given_up(self, text: str) -> list[AnswerPart]:
-        """In the last `text` something ended that is marked as a call but is none: from its mark on all is content."""
-        self._parser = None
+    def end(self) -> list[AnswerPart]:
+        return [] if self._parser is None else self._parsed("", self._parser, lambda parser: parser.finalize()[1])
+
+    def _parsed(self, text: str, parser: ResponseParser, advance: Callable[[ResponseParser], Any]) -> list[AnswerPart]:
+        try:
+            return self._events(advance(parser))
+        except _FAILURES:
+            self._parser = None
+        # in the last `text` something ended that is marked as a call but is none: from its mark on all is content
         done = len(self._text) - len(text)
         again, parts = self._make(), []
         again.feed(self._text[:done])
@@ -440,38 +405,28 @@ class TemplateReader:
                 parts += self._events(again.feed(letter))
             except _FAILURES:
                 break
-        opened = [] if self._opens is None else list(self._opens.finditer(self._text, 0, done))
+        opened = [] if self._calls is None else list(self._calls.open_re.finditer(self._text, 0, done))
         return parts + self._shown("content", self._text[opened[-1].start() :] if opened else "")
 
     def _events(self, events: list[dict[str, Any]]) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
         for event in events:
-            name = event.get("field")
-            if event["type"] == "region_chunk" and not event.get("dirty"):
-                if name in _REASONING:
-                    parts += self._shown("reasoning", event["text"])
-                elif name == "content":
-                    parts += self._shown("content", event["text"])
-            elif event["type"] == "region_close" and name == "tool_calls":
-                value = event["value"]
-                for said in value if isinstance(value, list) else [value]:
-                    call = _called(said["function"])
-                    if not (self._is_single and "call" in self._told):
-                        parts += call
-                        self._told.add("call")
-                        self._is_behind_call = True
+            name, step = event.get("field"), event["type"]
+            if step == "region_chunk" and not event.get("dirty") and name in (*_REASONING, "content"):
+                parts += self._shown("content" if name == "content" else "reasoning", event["text"])
+            elif name in _REASONING:
+                self._trims = True
+            elif step == "region_close" and name == "tool_calls":
+                for call in event["value"] if isinstance(event["value"], list) else [event["value"]]:
+                    called = _called(call["function"])
+                    parts += [] if self._is_single and self._has_call else called
+                    self._has_call = self._trims = True
         return parts
 
     def _shown(self, kind: Literal["reasoning", "content"], text: str) -> list[AnswerPart]:
-        """A part without the blank lines that templates put between marks and text."""
-        is_first = kind not in self._told and (kind == "reasoning" or "reasoning" in self._told or self._is_begun)
-        if is_first or self._is_behind_call:
-            text = text.lstrip()
-        if not text:
-            return []
-        self._told.add(kind)
-        self._is_behind_call = False
-        return [AnswerPart(kind, text)]
+        text = text.lstrip() if self._trims else text
+        self._trims = self._trims and not text
+        return [AnswerPart(kind, text)] if text else []
 
 
 def _called(said: Any) -> list[AnswerPart]:

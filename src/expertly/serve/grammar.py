@@ -105,11 +105,12 @@ class Rules:
         """One call of one of `tools`."""
         calls = []
         for number, tool in enumerate(tools):
-            parameters = tool.function.parameters or {"type": "object"}
+            parameters = {"type": "object"} | (tool.function.parameters or {})
+            closed = (
+                {} if _OPEN & parameters.keys() or "properties" not in parameters else {"additionalProperties": False}
+            )
             # a document of its own: its references are to its own definitions
-            schema = {"$id": f"urn:tool:{number}"} | parameters
-            if "properties" in parameters and not _OPEN & parameters.keys():
-                schema = {"additionalProperties": False} | schema
+            schema: dict[str, Any] = closed | {"$id": f"urn:tool:{number}"} | parameters
             if form.kind == "object" and not form.open_mark:  # which the library can tell from another object
                 properties = {"name": {"const": tool.function.name}, "parameters": schema}
                 required = {"required": list(properties), "additionalProperties": False}
@@ -126,12 +127,15 @@ class Rules:
     def _parameters(self, form: CallFormat, schema: dict[str, Any]) -> str:
         parts = []
         shared: dict[str, Any] = {name: schema[name] for name in ("$id", "$defs", "definitions") if name in schema}
-        for key, part in schema.get("properties", {}).items():
+        if not isinstance(properties := schema.get("properties", {}), dict):
+            raise invalid(f"tools: parameters.properties: {properties!r:.100}; accepted: an object", "tools")
+        for key, part in properties.items():
             is_text = types_of(schema, key) == {"string"}
             opening, _, closing = form.parameter.replace("{key}", key).partition("{value}")
             if not is_text:
                 opening = opening.replace('string="true"', 'string="false"')
-                value = f"{self.schema({**shared, **part}, 'tools', **_SPACED)} {self.text(closing)}"
+                whole = shared | part if isinstance(part, dict) else {}
+                value = f"{self.schema(whole, 'tools', **_SPACED)} {self.text(closing)}"
             elif "enum" in part or "const" in part:
                 choices = self.add(" | ".join(map(quoted, part.get("enum", [part.get("const")]))))
                 value = f"{choices} {self.text(closing)}"
@@ -143,11 +147,11 @@ class Rules:
     def thought(self, answers: AnswerFormat, stage: str) -> str:
         """The reasoning that may come before."""
         opening, closing = answers.calls.think
+        if stage not in ("thinks", "may think"):
+            return ""
         if answers.calls.kind == "harmony":
             closing += "<|start|>assistant"
             return self.until(closing) if stage == "thinks" else f"({self.text(opening)} {self.until(closing)})?"
-        if stage not in ("thinks", "may think"):
-            return ""
         ended = f"{self.until(closing)} /\\n{{0,2}}/"
         return ended if stage == "thinks" else f"(/\\n?/ {self.text(opening)} {ended})?"
 
@@ -205,7 +209,8 @@ class Grammars:
         if len(text) > BOUNDS.nbytes:
             raise invalid(f"{param}: a grammar of {len(text)} characters; accepted: {BOUNDS.nbytes}", param)
         try:
-            letter, problem = self._sandbox.ask(json.dumps({"text": _TOKEN.sub("<[257]>", text)}).encode())
+            tried = _TOKEN.sub("<[257]>", self._text(answers, "content", wish, tools))  # all but the reasoning
+            letter, problem = self._sandbox.ask(json.dumps({"text": tried}).encode())
         except ConfigError as error:
             raise invalid(f"{param}: cannot be kept: compiling it {error}", param) from None
         if letter == b"T":
@@ -216,7 +221,7 @@ class Grammars:
                 return matcher
             problem = matcher.get_error()
         # without the library's state, which it puts between marks behind, and without the grammar
-        problem = problem.partition("\n<")[0].partition("\n   1 |")[0]
+        problem = re.split(r"\n<|\n   1 \||; following special tokens", problem)[0]
         reason = " ".join(problem.rpartition("failed to compile JSON schema: ")[2].split())
         raise invalid(f"{param}: cannot be kept: {reason}", param)
 

@@ -117,8 +117,10 @@ class Sampler:
                 if not sampling.is_greedy or sampling.changes_logits:
                     token = tokens[row] = _draw(_adjusted(logits[row], state), state)
                 state.counts[token] = state.counts.get(token, 0) + 1
-                if state.grammar is not None and not state.grammar.consume_token(token):
-                    problem = state.grammar.get_error() or f"it has no place for token {token}"
+                grammar = state.grammar
+                # where nothing may come, it takes an end, and is in error
+                if grammar is not None and (not grammar.consume_token(token) or grammar.is_error()):
+                    problem = grammar.get_error() or f"it has no place for token {token}"
                     choices.append((name, SampledToken(token, problem=f"the grammar of its schema broke: {problem}")))
                     continue
             choices.append((name, _choice(logits[row], token, sampling.logprobs)))
