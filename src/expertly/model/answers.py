@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -75,9 +75,9 @@ class AnswerFormat:
     thinks: bool = True
 
     @classmethod
-    def of(cls, tokenizer: Any, source: str) -> AnswerFormat:
-        """`source`: the chat template."""
-        added, template = tokenizer.get_added_vocab(), getattr(tokenizer, "response_template", None)
+    def of(cls, tokenizer: Any, source: str, added: Collection[str]) -> AnswerFormat:
+        """`source`: the chat template; `added`: tokens that are in the vocabulary as they are."""
+        template = getattr(tokenizer, "response_template", None)
         calls = format_of(source, added)
         for name, known in (template or {"fields": {}})["fields"].items():
             if name in _REASONING and {type(known.get(mark)) for mark in ("open", "close")} == {str}:

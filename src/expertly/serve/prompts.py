@@ -90,15 +90,18 @@ class Prompts:
         self._renderer = Renderer(RENDER_CPU_S, nbytes=nbytes)
         self.vocabulary = vocabulary
         self.special_tokens = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        for token, added in tokenizer.added_tokens_decoder.items():
-            self.special_tokens |= {added.content: token} if added.special else {}
+        added = {}
+        with suppress(AttributeError, NotImplementedError):  # of a tokenizer that is none of transformers' own
+            added = tokenizer.added_tokens_decoder
+        self.special_tokens |= {word.content: token for token, word in added.items() if word.special}
         of_model = getattr(tokenizer, "chat_template", None)
         is_plain = self._is_plain = template is None and not of_model
         self.template_name = "none: messages are joined" if is_plain else "the model's" if template is None else "given"
         self._template = PLAIN_TEMPLATE if is_plain else template
         source = self._template or (of_model if isinstance(of_model, str) else json.dumps(of_model))
         self._takes_tools = "tools" in source
-        self.answers = AnswerFormat(thinks=False) if is_plain else AnswerFormat.of(tokenizer, source)
+        words = {*self.special_tokens, *(word.content for word in added.values())}
+        self.answers = AnswerFormat(thinks=False) if is_plain else AnswerFormat.of(tokenizer, source, words)
         self._own_names = set(inspect.signature(tokenizer.apply_chat_template).parameters) - ENDINGS
 
     async def of_messages(
