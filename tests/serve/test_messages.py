@@ -120,8 +120,14 @@ def test_one_call_where_parallel_ones_are_disabled(demo: tuple[Any, Any]) -> Non
     with saying(demo, CALL + "\n" + CALL) as serving:
         for is_disabled, num_calls in ((True, 1), (False, 2)):
             choice = {"type": "auto", "disable_parallel_tool_use": is_disabled}
-            got = client_of(serving).messages.create(**asked(tools=[WEATHER], tool_choice=choice))
+            request = asked(tools=[WEATHER], tool_choice=choice)
+            got = client_of(serving).messages.create(**request)
             assert [block.type for block in got.content] == ["tool_use"] * num_calls
+            with client_of(serving).messages.stream(**request) as stream:
+                written = [event for event in stream if event.type == "input_json"]
+            assert len(written) > 3 * num_calls, "arguments come as they are written"
+            inputs = [block.input for block in stream.get_final_message().content if block.type == "tool_use"]
+            assert inputs == [{"city": "Oslo"}] * num_calls
 
 
 def rendered(demo: tuple[Any, Any], request: CountRequest | ResponsesRequest) -> str:

@@ -17,21 +17,7 @@ from expertly.serve.errors import ApiError
 from expertly.serve.prompts import Prompts
 from expertly.serve.request import Delta, ServedRequest
 from expertly.serve.responses import FORMAT, TextFormat
-from expertly.serve.schema import (
-    AnyTool,
-    Content,
-    Count,
-    Effort,
-    Function,
-    Message,
-    Name,
-    Stop,
-    Strict,
-    Tool,
-    ToolCall,
-    Tuning,
-    joined,
-)
+from expertly.serve.schema import AnyTool, Content, Count, Effort, Function, Message, Name, Stop, Strict, Tuning, joined
 
 NEEDED = {"text": ("text",), "thinking": ("thinking",), "tool_use": ("id", "name", "input")}
 NEEDED |= {"tool_result": ("tool_use_id",)}
@@ -92,8 +78,8 @@ class InputTurn(Strict):
                 yield Message(role="tool", tool_call_id=block.tool_use_id, content=text)
             elif block.type == "tool_use":
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                call = ToolCall.model_validate({"id": block.id, "type": "function", "function": function})
-                yield Message(role="assistant", tool_calls=[call])
+                call = {"id": block.id, "type": "function", "function": function}
+                yield Message.model_validate({"role": "assistant", "tool_calls": [call]})
             elif block.type != "redacted_thinking":
                 yield Message(role=self.role, content=block.text or "", reasoning_content=block.thinking)
 
@@ -152,7 +138,9 @@ class CountRequest(Tuning):
             "continue_final_message": any(m.role == "assistant" and m.text and not m.tool_calls for m in messages[-1:]),
             "max_completion_tokens": self.max_tokens,
             "stop": self.stop_sequences or self.stop,
-            "tools": [Tool(type="function", function=tool) for tool in self.tools or () if isinstance(tool, Function)],
+            "tools": [
+                {"type": "function", "function": tool} for tool in self.tools or () if isinstance(tool, Function)
+            ],
             "tool_choice": forced.get(choice.type, choice.type),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "reasoning_effort": "none" if thinking == "disabled" else wish.effort,
@@ -236,7 +224,7 @@ class MessagesAnswer:
         self._is_open, block, events = False, self._blocks[-1], []
         if block["type"] == "tool_use":
             with suppress(ValueError):
-                block["input"] = from_json(self._arguments, allow_partial=True)  # max_tokens may have cut them
+                block["input"] = from_json(self._arguments)
         elif block["type"] == "thinking":  # clients send back only what is signed
             block["signature"] = self._message["id"]
             signed = {"type": "signature_delta", "signature": block["signature"]}

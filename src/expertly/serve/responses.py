@@ -15,7 +15,6 @@ from expertly.serve.errors import ApiError
 from expertly.serve.request import Delta, ServedRequest
 from expertly.serve.schema import (
     AnyTool,
-    CalledFunction,
     Choice,
     Content,
     Effort,
@@ -25,8 +24,6 @@ from expertly.serve.schema import (
     Message,
     Name,
     Strict,
-    Tool,
-    ToolCall,
     Tuning,
     Variables,
     joined,
@@ -146,7 +143,9 @@ class ResponsesRequest(Tuning):
             **{name: getattr(self, name) for name in shared},
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [Tool(type="function", function=tool) for tool in self.tools or () if isinstance(tool, FlatTool)],
+            "tools": [
+                {"type": "function", "function": tool} for tool in self.tools or () if isinstance(tool, FlatTool)
+            ],
             "tool_choice": choice,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": wish and wish.as_chat(),
@@ -161,9 +160,9 @@ class ResponsesRequest(Tuning):
             elif isinstance(item, InputResult):
                 messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
             elif isinstance(item, InputCall):
-                function = CalledFunction(name=item.name, arguments=item.arguments)
-                call = ToolCall(id=item.call_id, type="function", function=function)
-                messages.append(Message(role="assistant", tool_calls=[call]))
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                messages.append(Message.model_validate({"role": "assistant", "tool_calls": [call]}))
         return joined(messages)
 
 

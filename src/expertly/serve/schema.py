@@ -58,10 +58,9 @@ class Strict(BaseModel):
         return self
 
 
-class AnyTool(BaseModel):
+class AnyTool(Strict):
     """A tool by its name, or by its type where that has a single one; nothing reads the rest."""
 
-    model_config = ConfigDict(strict=True)
     type: Name | None = None
     name: Name | None = None
 
