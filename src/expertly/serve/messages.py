@@ -28,7 +28,7 @@ ACCEPTED |= {"assistant": ("text", "tool_use", "thinking", "redacted_thinking")}
 """By role, the types of blocks in its messages."""
 
 BILLING = "x-anthropic-billing-header:"
-"""Begins a text before Claude Code's system prompt that differs in each request, so that no prefix would be reused."""
+"""Begins a text before Claude Code's system prompt that may differ in each request, so that no prefix is reused."""
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error"}
 ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
