@@ -15,6 +15,7 @@ import torch
 from expertly.core.errors import ConfigError, ModelUseError, StoreError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
+from expertly.core.resources import parse_memory
 from expertly.core.units import format_share
 from expertly.engine import process, transfer
 from expertly.engine.cluster import Cluster, memory_of_workers, open_workers, start_workers
@@ -36,6 +37,7 @@ from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
 from expertly.model.programs import use_programs
 from expertly.model.stacks import use_stacks
+from expertly.model.tables import Table, Tables, tables_of
 from expertly.model.tiled import use_tiles
 from expertly.native.kernels import choose_kernels
 from expertly.options import AUTO, LOAD_OPTIONS, LoadOptions, described
@@ -89,7 +91,7 @@ def open_model(
             process.give_back_code()  # that only imports ran, before anything else takes the memory
         chosen = _choose(model, asked, target, progress, cache, opened)
         engine = _open_engine(chosen, target, opened)
-        loaded = _open_dense(chosen, engine)
+        loaded = _open_dense(chosen, engine, opened)
         system, why_system = _begin_prediction(chosen, loaded, engine)
         tokenizer = load_tokenizer(chosen.store.extras)
         chosen.store.check_since()
@@ -113,6 +115,7 @@ class _Chosen:
     system: System
     why_system: str | None  # None: the user named it
     store: PackedStore
+    tables: Sequence[Table]  # that stay in it
     weights: LearnedState | None
     placement: Placement
     division: Division
@@ -134,11 +137,11 @@ def _choose(
     on_host = kind_of(target).runs_on_host
     for is_there in (partial(choose_kernels, runs_on_host=on_host), transfer.library, compiled_reuse):
         is_there()  # else refused before the model is packed
-    why_system = store = None
+    why_system = packed = None
     name = asked.system
     if name == AUTO_SYSTEM:
-        store = _packed(model, asked, progress)
-        request = _memory_request(asked, store, cache)
+        packed = tables, store = _packed(model, asked, progress)
+        request = _memory_request(asked, tables, store, cache)
         name, why_system = auto_system(store, request, target, is_alone=asked.workers is None)
     system = get_runnable(name)
     if asked.workers is not None and system.prediction != "none":
@@ -150,17 +153,17 @@ def _choose(
         process.keep_few_primitives()
         process.give_back_large_blocks()
         process.keep_off_trapped_instructions()
-    store = store or _packed(model, asked, progress)
+    tables, store = packed or _packed(model, asked, progress)
     weights = find_weights(asked.predictor, system, store)
     fitting = fitting_segments(store.manifest.layers, system.segments)
     geometry = store.geometry(fitting)
-    request = _memory_request(asked, store, cache)
+    request = _memory_request(asked, tables, store, cache)
     peers: Sequence[Peer] = ()
     if asked.workers is not None:
         peers = start_workers(asked.workers, asked.worker_memory, opened)
     process.give_back_heap()  # before free memory is counted
     placement, division, memories = _place(store, geometry, system, request, target, peers)
-    return _Chosen(asked, system, why_system, store, weights, placement, division, peers, memories)
+    return _Chosen(asked, system, why_system, store, tables, weights, placement, division, peers, memories)
 
 
 def _place(
@@ -189,26 +192,39 @@ def _place(
     return placement, replace(division, reason=reason), memories
 
 
-def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) -> PackedStore:
-    """The model's store, checked as the option `verify` says; made at the first use. Raises StoreError where the dense
-    part is damaged, or the config claims more than there is.
+def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) -> tuple[Sequence[Table], PackedStore]:
+    """The model's store, checked as the option `verify` says, and the tables that stay in it, which it is without. Made
+    at the first use. Raises StoreError where the dense part is damaged, or the config claims more than there is.
     """
     model = with_quantisation(model, asked.device, asked.total_memory)
     packing = _labelled(progress, "packing")
     store = pack_cached(model, asked.dtype, progress=packing, quantize=asked.quantize)
     store = replace(store, sums=()) if asked.verify == "never" else replace(store, checked=store.check_dense())
     store.check_claims()
-    return replace(store, check_every=1) if asked.verify == "always" else store
+    return tables_of(replace(store, check_every=1) if asked.verify == "always" else store)
 
 
 def _memory_request(
-    asked: LoadOptions, store: PackedStore, cache: Callable[[PackedStore], SharedCache] | None
+    asked: LoadOptions,
+    tables: Sequence[Table],
+    store: PackedStore,
+    cache: Callable[[PackedStore], SharedCache] | None,
 ) -> MemoryRequest:
     context = asked.context
     if callable(context):
         context = context(load_tokenizer(store.extras))
         context = min(context, store.positions or context)  # no text is longer
-    return MemoryRequest(asked.memory, context, asked.total_memory, cache=cache(store) if cache else None)
+    shared = cache(store) if cache else None
+    return MemoryRequest(asked.memory, context, asked.total_memory, shared, _table_nbytes(asked, tables))
+
+
+def _table_nbytes(asked: LoadOptions, tables: Sequence[Table]) -> int:
+    """Memory for rows of tables that stay in the store."""
+    if asked.table_memory is None:
+        return 0
+    if not tables:
+        raise ConfigError(f"table_memory={asked.table_memory!r}: this model has no table that is read by row")
+    return parse_memory(asked.table_memory, sum(table.nbytes for table in tables), "table_memory") or 0
 
 
 def _open_engine(chosen: _Chosen, target: torch.device, opened: ExitStack) -> Engine:
@@ -246,11 +262,17 @@ def _damage(store: PackedStore, layer: int | None) -> str | None:
     return None
 
 
-def _open_dense(chosen: _Chosen, engine: Engine) -> Any:
+def _open_dense(chosen: _Chosen, engine: Engine, opened: ExitStack) -> Any:
     """The model with its dense part, whose experts `engine` computes."""
     store, home = chosen.store, engine.executor.shard
-    dtype = getattr(torch, store.manifest.dtype)
-    loaded = load_dense(store.folder, store.manifest, dtype, home.device.torch_device, engine, store.extras)
+    dtype, device = getattr(torch, store.manifest.dtype), home.device.torch_device
+    paths = [table.path for table in chosen.tables]
+    loaded = load_dense(store.folder, store.manifest, dtype, device, engine, store.extras, paths)
+    if chosen.tables:
+        kept_nbytes = _table_nbytes(chosen.options, chosen.tables)
+        tables = Tables(store.folder, chosen.tables, transfer.Readers, kept_nbytes)
+        opened.callback(tables.close)
+        tables.bind(loaded, device)
     engine.executor.bind(experts_modules(loaded))
     use_tiles(loaded, home.kernels)
     use_kernels(loaded, home.kernels)

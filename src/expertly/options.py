@@ -184,6 +184,13 @@ class LoadOptions:
         least=1,
         panel=ADVANCED,
     )
+    table_memory: str | int | None = option(
+        None,
+        "for rows of tables of embeddings above 256 MiB, which stay on the disk and are read by row: those that were "
+        "used last are kept (default: none)",
+        metavar="SIZE",
+        panel=ADVANCED,
+    )
     host_memory: str | int = option(AUTO, "RAM for experts behind an accelerator", metavar="SIZE", panel=ADVANCED)
     learned: Literal["auto", "off"] = option(
         AUTO,

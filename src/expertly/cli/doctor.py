@@ -154,6 +154,7 @@ def _forecast_report(expected: ModelForecast, profile: MachineProfile, is_total_
         ("experts", f"{format_nbytes(expected.experts_nbytes)} in {needs.stored_as}; {least}"),
         ("", "" if needs.rounding is None else str(needs.rounding)),
         ("the rest", format_nbytes(needs.dense_nbytes) + (f": {rest}" if "," in rest else "")),
+        ("tables", f"{format_nbytes(needs.tables_nbytes)}, read by row from the disk" if needs.tables_nbytes else ""),
         ("KV cache", f"at most {caches}"),
         ("disk", f"{disk}; {format_nbytes(expected.disk_free_nbytes)} are free"),
         ("memory", f"{format_nbytes(expected.memory_nbytes)} of {expected.memory_name} {free}: {fit}"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class MemoryRequest:
     context: int | None = None
     total: str | int | None = None
     cache: SharedCache | None = None
+    rows_nbytes: int = 0  # of tables, in host memory
 
     @property
     def is_stated(self) -> bool:
@@ -147,6 +148,8 @@ def divide(
         raise ConfigError(f"context={request.context}: must be at least 1 token")
     itemsize = geometry.layers[0].itemsize
     beside, context = beside_experts(store, itemsize, target), request.context or DEFAULT_CONTEXT
+    if kind_of(target).runs_on_host:
+        beside = replace(beside, fixed_nbytes=beside.fixed_nbytes + request.rows_nbytes)
     if request.cache is not None:
         beside = request.cache.beside(beside, itemsize, runs_on_host=kind_of(target).runs_on_host)
     if system.keeps_everything or request.is_stated:

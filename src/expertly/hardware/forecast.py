@@ -144,7 +144,7 @@ def forecast(
         experts_nbytes=geometry.nbytes,
         cache_nbytes={context: context * cache for context in contexts},
         least_nbytes=least,
-        disk_nbytes=0 if needs.is_packed else needs.dense_nbytes + geometry.nbytes,
+        disk_nbytes=0 if needs.is_packed else needs.dense_nbytes + needs.tables_nbytes + geometry.nbytes,
         download_nbytes=stored.nbytes if stored is not None and not stored.is_here else 0,
         disk_free_nbytes=shutil.disk_usage(existing_parent(stores_folder())).free,
         memory_name=memory_name,

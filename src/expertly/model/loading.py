@@ -10,7 +10,7 @@ import functools
 import importlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,6 +38,7 @@ from expertly.core.untrusted import (
 from expertly.model import generation, hooks
 from expertly.model.batching import bounded_config
 from expertly.model.structure import Unvalued, find_experts, first_line, model_class_of, quiet, read_config
+from expertly.model.tables import leave_in_store
 from expertly.model.tiled import put_tiles
 from expertly.store.packed import DENSE_NAME
 
@@ -60,12 +61,13 @@ def load_dense(
     device: torch.device | str,
     runtime: hooks.Runtime,
     extras: str | os.PathLike[str] | None = None,
+    tables: Sequence[str] = (),
 ) -> Any:
     """The model of a packed store in evaluation mode, its dense weights on `device` in `dtype`, guarded.
 
     Its class is a subclass of the family's own, with the same name. Experts modules have no weights (biases stay) and
     call `runtime`. Nothing global changes, so other models in the process are not affected. Its generation config is
-    read in `extras`, or in the store.
+    read in `extras`, or in the store. `tables`: paths of embeddings that stay in the store, see `Tables.bind`.
 
     Raises StoreError where the store's experts are not those of its config, CheckpointError naming the tensors that are
     missing or have another shape.
@@ -79,7 +81,7 @@ def load_dense(
     draws_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # else it draws them even where there is no terminal
     try:
-        model, report = _strippable(model_class_of(config), manifest).from_pretrained(
+        model, report = _strippable(model_class_of(config), manifest, tables).from_pretrained(
             folder,
             config=config,
             generation_config=generating,
@@ -287,7 +289,7 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
         yield from _steps(inner)
 
 
-def _strippable(original: type[PreTrainedModel], manifest: Manifest) -> Any:
+def _strippable(original: type[PreTrainedModel], manifest: Manifest, tables: Sequence[str] = ()) -> Any:
     """A subclass under `original`'s name that is guarded and drops its experts' weights as soon as it is built."""
 
     @functools.wraps(original.__init__)
@@ -298,13 +300,13 @@ def _strippable(original: type[PreTrainedModel], manifest: Manifest) -> Any:
         except Exception as cause:  # a family's own code raises whatever a number of the config leads to
             made = f"{original.__name__} cannot be built from its config.json"
             raise CheckpointError(f"{config.name_or_path}: {made}: {first_line(cause)}") from cause
-        _strip(self, manifest)
+        _strip(self, manifest, tables)
 
     ignored = [".*"]  # a store also has the checkpoint's tensors that are not of the model
     return hooks.look_alike(original, GuardedModel, __init__=__init__, _keys_to_ignore_on_load_unexpected=ignored)
 
 
-def _strip(model: PreTrainedModel, manifest: Manifest) -> None:
+def _strip(model: PreTrainedModel, manifest: Manifest, tables: Sequence[str]) -> None:
     """Drop the experts' weights of a model on the meta device, so that loading neither expects nor initialises them."""
     sites = find_experts(model, manifest.layers[0].itemsize)
     if tuple(site.name for site in sites) != tuple(manifest.sites):
@@ -317,8 +319,9 @@ def _strip(model: PreTrainedModel, manifest: Manifest) -> None:
         if not site.is_fused:
             parent: Any = model.get_submodule(site.name.rpartition(".")[0])
             parent._is_hf_initialized = True
+    leave_in_store(model, tables)
     try:
-        put_tiles(model, manifest.dense_formats)
+        put_tiles(model, {path: form for path, form in manifest.dense_formats.items() if path not in tables})
     except ConfigError as error:
         raise StoreError(f"{manifest.source}: its store has another dense part: {error}; pack it again") from None
 

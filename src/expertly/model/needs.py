@@ -22,10 +22,11 @@ from expertly.model.gguf import config_of
 from expertly.model.hub import HubModel, split_name
 from expertly.model.packing import Packing, local_folder, open_source, weights_of
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
+from expertly.model.tables import find_tables, table_modules
 from expertly.model.tiled import put_tiles
 from expertly.store.checkpoint import ADAPTER_NAME, Checkpoint, check_claims, has_weights
 from expertly.store.manifest import ITEMSIZE, Rounding
-from expertly.store.packed import PackedStore, is_packed_store
+from expertly.store.packed import PackedStore, dense_by_format, is_packed_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class ModelNeeds:
     decoded_dense_nbytes: int  # on a device without kernels for weight formats
     config: dict[str, Any]  # with the defaults of its family
     stored: StoredWeights | None  # None: only a config exists
+    tables_nbytes: int = 0  # of embeddings that are read by row from the packed store
     is_packed: bool = False
     rounding: Rounding | None = None  # of a packed store
 
@@ -112,9 +114,16 @@ def _needs(
     dense: PackedStore | Packing,
     stored: StoredWeights,
 ) -> ModelNeeds:
-    config, model, _ = _bare_model(source, dtype, formats)
-    by_format, decoded = dense.dense_by_format(), sum(dense.dense_by_format(is_decoded=True).values())
-    return ModelNeeds(name, config["model_type"], dtype, layers, dense_shape(model), by_format, decoded, config, stored)
+    tensors: Any = dense.dense
+    config, model, _, tables = _bare_model(source, dtype, formats, tensors)
+    inside = {name for names in tables.values() for name in names}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in inside}
+    by_format = dense_by_format(rest, formats, dtype)
+    decoded = sum(dense_by_format(rest, formats, dtype, is_decoded=True).values())
+    return ModelNeeds(
+        *(name, config["model_type"], dtype, layers, dense_shape(model), by_format, decoded, config, stored),
+        tables_nbytes=sum(tensors[name].nbytes for name in inside),
+    )
 
 
 def _of_config(name: str, folder: Path) -> ModelNeeds:
@@ -124,27 +133,37 @@ def _of_config(name: str, folder: Path) -> ModelNeeds:
         raw = read_json_object(path, CheckpointError, CONFIG)
         check_claims(path, raw, None, CheckpointError)
         kept = format_of(raw.get("quantization_config"), {}, dtype)
-    config, model, sites = _bare_model(folder, dtype, {})
+    config, model, sites, _ = _bare_model(folder, dtype, {})
+    tables_nbytes = sum(module.weight.nbytes for module in table_modules(model).values())
     layers = tuple(expert_format(kept).geometry(site.geometry) if kept else site.geometry for site in sites)
-    decoded = sum(parameter.nbytes for parameter in model.parameters())
+    decoded = sum(parameter.nbytes for parameter in model.parameters()) - tables_nbytes
     tiles = _put_fp8(model) if kept == FP8.name else {}
-    by_format = {dtype: sum(parameter.nbytes for parameter in model.parameters()), **tiles}
-    return ModelNeeds(name, config["model_type"], dtype, layers, dense_shape(model), by_format, decoded, config, None)
+    by_format = {dtype: sum(parameter.nbytes for parameter in model.parameters()) - tables_nbytes, **tiles}
+    return ModelNeeds(
+        *(name, config["model_type"], dtype, layers, dense_shape(model), by_format, decoded, config, None),
+        tables_nbytes=tables_nbytes,
+    )
 
 
 def _bare_model(
-    source: Path | PreTrainedConfig, dtype: str, formats: Mapping[str, str]
-) -> tuple[dict[str, Any], Any, Sequence[ExpertsSite]]:
-    """The config with its defaults, the model on the meta device without its experts' weights, and their sites."""
+    source: Path | PreTrainedConfig,
+    dtype: str,
+    formats: Mapping[str, str],
+    tensors: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Any], Any, Sequence[ExpertsSite], dict[str, list[str]]]:
+    """The config with its defaults, the model on the meta device without its experts' weights, their sites, and which
+    of `tensors` are tables that are read by row.
+    """
     config = source if isinstance(source, PreTrainedConfig) else read_config(source)
     model = build_meta_model(config, getattr(torch, dtype))
+    tables = find_tables(model, tensors or {})
     sites = find_experts(model, ITEMSIZE[dtype])
     for layer, site in enumerate(sites):
         hooks.strip(model, site)._expertly_layer = layer
     put_tiles(model, formats)
     if not dense_shape(model).layer_nbytes:
         raise CheckpointError(f"{config.name_or_path or source}: config.json makes layers without weights")
-    return config.to_dict(), model, sites
+    return config.to_dict(), model, sites, tables
 
 
 def _put_fp8(model: Any) -> dict[str, int]:

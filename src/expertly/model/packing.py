@@ -50,7 +50,7 @@ from expertly.store.manifest import (
     Rounding,
     check_store_dtype,
 )
-from expertly.store.packed import PackedStore, dense_by_format, is_packed_store, tiles_name
+from expertly.store.packed import PackedStore, is_packed_store, tiles_name
 from expertly.store.writer import Progress, StoreWriter
 
 DEMO_NAME = "demo"
@@ -330,9 +330,9 @@ class Packing:
     def dense_formats(self) -> dict[str, str]:
         return {path: form.name for path, form in self._dense_forms.items()}
 
-    def dense_by_format(self, *, is_decoded: bool = False) -> dict[str, int]:
-        specs = {spec.name: spec for spec in self._dense}
-        return dense_by_format(specs, self.dense_formats, self._weights.dtype, is_decoded=is_decoded)
+    @property
+    def dense(self) -> dict[str, TensorSpec]:
+        return {spec.name: spec for spec in self._dense}
 
     def write(self, folder: Path, progress: Progress | None) -> PackedStore:
         checkpoint = self._checkpoint

@@ -1,0 +1,301 @@
+"""Large tables of embeddings, which stay in the packed store: of each pass the rows are read that it looks up.
+
+A third of some models' bytes are tables of which a token needs a few rows: embeddings of each layer, of n-grams, of a
+large vocabulary. A module keeps its class and its forward; in place of a weight it has a StoredWeight.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import embedding
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+from transformers.modeling_utils import str_to_torch_dtype
+
+from expertly.core.errors import EngineClosedError
+from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
+from expertly.core.headers import TensorInfo
+from expertly.core.messages import Span
+from expertly.formats import FORMATS
+from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat
+from expertly.model.conversion import Conversion
+from expertly.model.structure import build_meta_model
+from expertly.store.manifest import IS_FLOAT
+from expertly.store.packed import DENSE_NAME, LayerFile, PackedStore, tiles_name
+
+TABLE_NBYTES = 256 << 20
+"""A table of more is read by row."""
+
+_IN_FLIGHT_NBYTES = 4 << 20
+"""Of reads that are under way at a time."""
+
+_PAGE = Geometry((LayerGeometry(1, 1, PAGE_NBYTES // 2, 1, 2, 1),))
+"""To readers the file is one layer, whose "experts" are its pages."""
+
+
+# -- which they are ----------------------------------------------------------------------------------------------------
+
+
+def table_modules(model: PreTrainedModel) -> dict[str, Any]:
+    """The large tables of a model on the meta device, by path: those that nothing else shares, as a head does."""
+    tied = model.all_tied_weights_keys
+    in_float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    users = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and module.weight.nbytes > TABLE_NBYTES
+        and module.max_norm is None  # else looking up writes
+        and f"{path}.weight" not in (*tied, *tied.values())
+        and users.count(id(module.weight)) == 1
+        and not in_float32.intersection(path.split("."))
+    }
+
+
+def find_tables(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Of each table the dense tensors of a store that have its rows, one below another. `model`: on the meta device."""
+    tables: dict[str, list[str]] = {}
+    if not (modules := table_modules(model)):
+        return tables
+    groups, _ = Conversion(model).groups(tensors)
+    for path, module in modules.items():
+        tiles, group = tiles_name(path), groups.get(f"{path}.weight")
+        if tiles in tensors and tensors[tiles].nbytes > TABLE_NBYTES:
+            tables[path] = [tiles]
+        elif group is not None:
+            is_joined = [(type(step).__name__, getattr(step, "dim", None)) for step in group.operations]
+            parts = [tensors[name] for name in group.names]
+            shapes = [part.shape for part in parts]
+            if (
+                is_joined in ([], [("Concatenate", 0)])
+                and len(group.sources) == 1
+                and all(part.dtype in IS_FLOAT for part in parts)
+                and all(shape[1:] == (module.embedding_dim,) for shape in shapes)
+                and sum(shape[0] for shape in shapes) == module.num_embeddings
+            ):
+                tables[path] = group.names
+    return tables
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of a packed store, and where its units lie: rows, or blocks of 16 rows in a weight format."""
+
+    path: str  # of its module
+    parts: tuple[TensorInfo, ...]  # one below another
+    format: TiledFormat | None
+
+    @property
+    def rows_of_unit(self) -> int:
+        return 1 if self.format is None else TILE_OUTPUTS
+
+    @property
+    def unit_nbytes(self) -> int:
+        return self.parts[0].nbytes // self.parts[0].shape[0]
+
+    @property
+    def num_columns(self) -> int:
+        form, columns = self.format, self.parts[0].shape[1]
+        return columns if form is None else columns // form.tile_nbytes * form.group
+
+    @property
+    def num_units(self) -> int:
+        return sum(part.shape[0] for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def begins(self, units: Sequence[int]) -> Iterator[int]:
+        """Offsets in the file."""
+        ends = np.cumsum([part.shape[0] for part in self.parts])
+        for unit, number in zip(units, np.searchsorted(ends, units, side="right").tolist(), strict=True):
+            part = self.parts[number]
+            yield part.begin + (unit - int(ends[number]) + part.shape[0]) * self.unit_nbytes
+
+    def decode(self, units: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+        """Rows in `dtype` from bytes [units, nbytes]."""
+        if self.format is not None:
+            return self.format.decode(torch.from_numpy(units)).to(dtype)
+        return torch.from_numpy(units).view(str_to_torch_dtype[self.parts[0].dtype]).to(dtype)
+
+
+def tables_of(store: PackedStore) -> tuple[tuple[Table, ...], PackedStore]:
+    """The tables of a store, and the store as one whose dense part is the rest, which is what memory holds."""
+    if store.dense_nbytes <= TABLE_NBYTES:
+        return (), store
+    names = find_tables(build_meta_model(store.folder, getattr(torch, store.manifest.dtype)), store.dense)
+    formats = store.manifest.dense_formats
+    tables = tuple(
+        Table(path, tuple(store.dense[name] for name in of_table), FORMATS[formats[path]] if path in formats else None)
+        for path, of_table in names.items()
+    )
+    inside = {name for of_table in names.values() for name in of_table}
+    return tables, replace(store, dense={name: info for name, info in store.dense.items() if name not in inside})
+
+
+# -- in place of weights -----------------------------------------------------------------------------------------------
+
+_ABOUT = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "shape", "ndim", "layout", "requires_grad")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "nbytes", "itemsize", "grad")),
+    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.__len__),
+}
+"""What is known of a table without its numbers."""
+
+
+class StoredWeight(torch.Tensor):
+    """A table [rows, columns] that is in the store. To look something up reads these rows; for whoever does anything
+    else with it all of it is read, as a copy: changing that changes nothing.
+    """
+
+    _is_hf_initialized = True  # transformers gives it no random values
+    _look_up: Callable[[torch.Tensor], torch.Tensor]
+
+    @classmethod
+    def like(cls, weight: torch.Tensor, device: torch.device | None = None) -> StoredWeight:
+        one = torch.empty(1, dtype=weight.dtype, device=device or weight.device)
+        return one.expand(weight.shape).as_subclass(cls)  # type: ignore[no-any-return, attr-defined]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is embedding and isinstance(args[1], cls) and kwargs.get("max_norm") is None:
+            return args[1]._look_up(args[0])
+        if func not in _ABOUT:
+            args, kwargs = tree_map_only(cls, cls._whole, (args, kwargs))
+            return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _whole(self) -> torch.Tensor:
+        return self._look_up(torch.arange(self.shape[0], device=self.device))
+
+
+def leave_in_store(model: nn.Module, paths: Sequence[str]) -> None:
+    """So that loading a model on the meta device reads nothing of these tables."""
+    for path in paths:
+        module: Any = model.get_submodule(path)
+        weight = module.weight
+        del module.weight
+        module.weight = StoredWeight.like(weight)
+
+
+class Tables:
+    """The tables of one loaded model. Threads may look something up at the same time: their reads take turns."""
+
+    def __init__(self, folder: Path, tables: Sequence[Table], readers: Any, cache_nbytes: int = 0) -> None:
+        """`readers`: the class of the readers. `cache_nbytes`: of rows that are kept, those that were used last. Raises
+        as that.
+        """
+        self._tables, self._path = tables, folder / DENSE_NAME
+        self._file_nbytes = self._path.stat().st_size
+        longest = max(table.unit_nbytes // PAGE_NBYTES + 2 for table in tables) * PAGE_NBYTES
+        self._buffer = memoryview(mmap.mmap(-1, max(_IN_FLIGHT_NBYTES, longest)))
+        self._bytes = np.frombuffer(self._buffer, np.uint8)
+        self._kept, self._kept_nbytes = OrderedDict[tuple[int, int], Any](), 0
+        self._cache_nbytes = cache_nbytes
+        self._lock, self._process, self._is_closed = threading.Lock(), os.getpid(), False
+        file = LayerFile(self._path, 0, None, range(-(-self._file_nbytes // PAGE_NBYTES)))
+        self._readers = readers(lambda layer: file, _PAGE, self._buffer_of)
+
+    def bind(self, model: nn.Module, device: torch.device) -> None:
+        """Let the modules of a model on `device` look up rows."""
+        for number, table in enumerate(self._tables):
+            module: Any = model.get_submodule(table.path)
+            module.weight = weight = StoredWeight.like(module.weight, device)
+            weight._look_up = partial(self.look_up, number, weight.dtype)
+
+    def look_up(self, number: int, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
+        """Rows [..., columns] of a table for `ids` [...], on their device. Raises IndexError as torch, TransferError
+        where they cannot be read.
+        """
+        if os.getpid() != self._process:
+            raise EngineClosedError("this model was loaded before this process was forked; call expertly.load again")
+        table, host = self._tables[number], ids.detach().cpu().reshape(-1)
+        if host.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"ids of {ids.dtype}: must be int32 or int64")
+        per = table.rows_of_unit
+        # Of a size that depends on numbers: no program (model/programs.py) takes this for a part of it.
+        units, places = torch.unique(host // per, return_inverse=True)
+        if len(units) and (int(units[0]) < 0 or int(units[-1]) >= table.num_units):
+            raise IndexError("index out of range in self")  # torch's words
+        rows, columns = places * per + host % per, table.num_columns
+        out, first = torch.empty(len(host), columns, dtype=dtype), 0
+        step = len(self._buffer) // PAGE_NBYTES // (table.unit_nbytes // PAGE_NBYTES + 2)
+        for some in units.split(step) if len(units) else ():
+            with self._lock:
+                read = self._read(number, some.tolist())
+            is_in = (rows >= first) & (rows < first + per * len(some))
+            out[is_in] = table.decode(read, dtype)[rows[is_in] - first]
+            first += per * len(some)
+        return out.view(*ids.shape, columns).to(ids.device)
+
+    def close(self) -> None:
+        """End the threads and close the file. Idempotent."""
+        if os.getpid() != self._process:  # a forked child, where somebody may hold the lock for ever
+            return
+        with self._lock:
+            self._is_closed = True
+            self._readers.close()
+
+    def _read(self, number: int, units: list[int]) -> np.ndarray[Any, Any]:
+        """Bytes [units, nbytes]: kept ones, and the rest in one batch of reads."""
+        if self._is_closed:
+            raise EngineClosedError("this model was unloaded; call expertly.load again")
+        table = self._tables[number]
+        nbytes, made = table.unit_nbytes, np.empty((len(units), table.unit_nbytes), np.uint8)
+        absent = []
+        for place, unit in enumerate(units):
+            if (kept := self._kept.get((number, unit))) is None:
+                absent.append((place, unit))
+            else:
+                made[place] = kept
+                self._kept.move_to_end((number, unit))
+        spans: list[list[int]] = []  # first page, page behind the last, page in the buffer
+        offsets = []  # in the buffer
+        for begin in table.begins([unit for _, unit in absent]):
+            first, behind = begin // PAGE_NBYTES, -(-(begin + nbytes) // PAGE_NBYTES)
+            if spans and spans[-1][0] <= first <= spans[-1][1]:
+                spans[-1][1] = max(behind, spans[-1][1])
+            else:
+                spans.append([first, behind, spans[-1][2] + spans[-1][1] - spans[-1][0] if spans else 0])
+            offsets.append((spans[-1][2] - spans[-1][0]) * PAGE_NBYTES + begin)
+        self._bring([Span(0, first, 0, behind - first, place) for first, behind, place in spans])
+        for (place, unit), offset in zip(absent, offsets, strict=True):
+            made[place] = self._bytes[offset : offset + nbytes]
+            self._keep((number, unit), made[place])
+        return made
+
+    def _bring(self, spans: list[Span]) -> None:
+        try:
+            if self._readers.num_in_flight:  # of a look-up that was interrupted twice
+                self._readers.drain()
+            self._readers.submit(spans)
+            while self._readers.num_in_flight:
+                self._readers.wait()
+        except BaseException:  # also an interrupt: nothing writes into the buffer when it is used again
+            self._readers.drain()
+            raise
+
+    def _buffer_of(self, span: Span) -> memoryview:
+        nbytes = min(span.num_segments * PAGE_NBYTES, self._file_nbytes - span.expert * PAGE_NBYTES)
+        return self._buffer[span.slot * PAGE_NBYTES :][:nbytes]
+
+    def _keep(self, key: tuple[int, int], unit: np.ndarray[Any, Any]) -> None:
+        if unit.nbytes <= self._cache_nbytes:
+            self._kept[key], self._kept_nbytes = unit.copy(), self._kept_nbytes + unit.nbytes
+        while self._kept_nbytes > self._cache_nbytes:
+            self._kept_nbytes -= self._kept.popitem(last=False)[1].nbytes

@@ -1,0 +1,324 @@
+"""Tables of embeddings that stay in the packed store: the numbers of a model that has them in memory, read by row."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.api import handle
+from expertly.core.errors import ConfigError, EngineClosedError, TransferError
+from expertly.engine.memory import beside_experts
+from expertly.model import tables
+from expertly.model.needs import needs_of
+from expertly.model.packing import pack
+from expertly.model.programs import NotedError, Notes
+from expertly.store.packed import DENSE_NAME, PackedStore
+from tests import every_family
+from tests.engine.disk import Preads
+from tests.engine.observe import loaded, open_files, reader_threads
+from tests.engine.test_batching import run_batch
+from tests.engine.test_lifecycle import exit_code_of_a_child
+from tests.families import VOCAB_SIZE, generate, load_reference, logits_of, make_checkpoint, make_prompts
+from tests.formats.gguf_files import make_gguf
+
+PER_LAYER = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
+PAGE = 4096
+
+
+def checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Of Gemma 4 with its embeddings of each layer, of n-grams in two tensors, or one whose vocabulary is the table."""
+    if name == "qwen3_moe":
+        return make_checkpoint(name, folder, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(every_family.MORE, "gemma4_text", every_family.MORE["gemma4_text"] | PER_LAYER)
+        every_family.make_model(name).to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of more than 6000 bytes is read by row."""
+    monkeypatch.setattr(tables, "TABLE_NBYTES", 6000)
+
+
+@contextmanager
+def in_memory() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "TABLE_NBYTES", 1 << 40)
+        yield
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return pack(checkpoint("qwen3_moe", tmp_path / "checkpoint"), tmp_path / "store").folder
+
+
+def paths(folder: Path) -> list[str]:
+    return [table.path for table in tables.tables_of(PackedStore.open(folder))[0]]
+
+
+def answers(model: Any, *, batches: bool) -> list[Any]:
+    prompts = make_prompts(2, length=14)
+    repeats = [make_prompts(1, length=6)[0] * 3]
+    made = [logits_of(model, prompts), generate(model, prompts, 10)]
+    made.append(generate(model, repeats, 12))  # of one prompt, by programs
+    if batches:
+        made.append(generate(model, repeats, 12, prompt_lookup_num_tokens=4))
+        made.append(run_batch(model, prompts))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("gemma4_text", ["model.embed_tokens_per_layer"]),
+        ("qwen4_exp_text", ["model.embed_tokens", "model.layers.0.ple.ple_embedding.ngram_embedding"]),
+        ("qwen3_moe", ["model.embed_tokens"]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_and_tokens_are_those_of_the_table_in_memory(
+    family: str, expected: list[str], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Prompts, decode, drafts and continuous batching, bit for bit; the store keeps float32 where that is computed in
+    bfloat16.
+    """
+    folder = checkpoint(family, tmp_path / "checkpoint")
+    kept = pack(folder, tmp_path / "store", str(dtype).removeprefix("torch.")).folder
+    assert paths(kept) == expected
+    batches = family != "qwen4_exp_text"  # whose state cannot be taken back
+    with in_memory(), loaded(kept) as whole:
+        same = answers(whole, batches=batches)
+    with loaded(kept) as model:
+        assert [name for name, it in model.named_modules() if reads_rows(it)] == expected
+        read = answers(model, batches=batches)
+    assert torch.equal(read[0], same[0]) and read[1:] == same[1:]
+    if dtype == torch.float32:
+        assert read[1] == generate(load_reference(folder), make_prompts(2, length=14), 10)
+
+
+def reads_rows(module: Any) -> bool:
+    return isinstance(vars(module).get("weight"), tables.StoredWeight)
+
+
+def test_a_predictor_that_looks_at_embeddings(store: Path) -> None:
+    with loaded(store, system="fmoe", memory="50%") as model:
+        tokens = generate(model, make_prompts(2))
+    with in_memory(), loaded(store, system="fmoe", memory="50%") as whole:
+        assert generate(whole, make_prompts(2)) == tokens
+
+
+def test_a_table_of_a_gguf_file_keeps_its_bytes(tmp_path: Path) -> None:
+    """Of Q8_0, in blocks of 16 rows."""
+    path = make_gguf(tmp_path / "model.gguf", "Q8_0", dense="Q8_0", others={"token_embd.weight": "Q8_0"})
+    kept = pack(path, tmp_path / "store").folder
+    (table,), _ = tables.tables_of(PackedStore.open(kept))
+    assert table.format is not None and table.rows_of_unit == 16
+    with in_memory(), loaded(kept) as whole:
+        same = answers(whole, batches=True)
+    with loaded(kept) as model:
+        read = answers(model, batches=True)
+    assert torch.equal(read[0], same[0]) and read[1:] == same[1:]
+
+
+def test_a_table_that_is_also_the_head_stays_in_memory(tmp_path: Path) -> None:
+    kept = pack(checkpoint("gemma4_text", tmp_path / "checkpoint"), tmp_path / "store").folder
+    with loaded(kept) as model:
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+# -- reads -----------------------------------------------------------------------------------------------------------
+
+
+class Reads:
+    """Of the dense file, as (first page, pages)."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self.error: int | None = None
+        self._lock, self.most, self._running = threading.Lock(), 0, 0
+        Preads(patch, self._read)
+
+    def _read(self, file: int, buffer: memoryview, offset: int) -> int:
+        if not os.readlink(f"/proc/self/fd/{file}").endswith(DENSE_NAME):
+            return os.preadv(file, [buffer], offset)
+        with self._lock:
+            self.seen.append((offset // PAGE, -(-len(buffer) // PAGE)))
+            assert offset % PAGE == 0, "past the page cache"
+        if self.error:
+            raise OSError(self.error, os.strerror(self.error))
+        return os.preadv(file, [buffer], offset)
+
+    @property
+    def num_pages(self) -> int:
+        return sum(pages for _, pages in self.seen)
+
+
+def wide_store(tmp_path: Path) -> Path:
+    """Of rows of 64 KiB, in a vocabulary of 128."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=128, hidden_size=16384, intermediate_size=16, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, head_dim=8, num_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "checkpoint")
+    return pack(tmp_path / "checkpoint", tmp_path / "store").folder
+
+
+def test_each_row_is_read_once_a_pass_and_neighbours_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = wide_store(tmp_path)
+    reads = Reads(monkeypatch)
+    monkeypatch.setattr(tables, "_IN_FLIGHT_NBYTES", 20 << 16)
+    with loaded(kept, memory="100%") as model:
+        look_up = model.get_input_embeddings()
+        (table,), _ = tables.tables_of(PackedStore.open(kept))
+        first = table.parts[0].begin // PAGE
+        reads.seen.clear()
+        look_up(torch.tensor([[7, 90, 7], [91, 7, 7]]))
+        assert sorted(page - first for page, _ in reads.seen) == [7 * 16, 90 * 16]
+        assert 3 * 16 <= reads.num_pages <= 3 * 16 + 2, "a row may begin within a page"
+        reads.seen.clear()
+        every = look_up(torch.arange(128))
+        assert 128 * 16 <= reads.num_pages <= 128 * 16 + 8 and max(pages for _, pages in reads.seen) <= 20 * 16
+        assert torch.equal(every, look_up.weight + 0)
+        assert len(look_up(torch.empty(0, dtype=torch.long))) == 0
+        for ids in ([128], [-1]):
+            with pytest.raises(IndexError, match="out of range"):
+                look_up(torch.tensor(ids))
+        with pytest.raises(TypeError, match="int32 or int64"):
+            look_up(torch.tensor([1.0]))
+
+
+def test_rows_that_were_used_last_are_kept_in_memory_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, reads = wide_store(tmp_path), Reads(monkeypatch)
+    with loaded(kept, memory="100%", table_memory=3 << 16) as model:
+        look_up = model.get_input_embeddings()
+        expected = look_up.weight + 0
+
+        def num_read(*ids: int) -> int:
+            reads.seen.clear()
+            assert torch.equal(look_up(torch.tensor(ids)), expected[list(ids)])
+            return reads.num_pages // 16
+
+        assert [num_read(1), num_read(2), num_read(3)] == [1, 1, 1]
+        assert num_read(1, 2, 3) == 0
+        assert [num_read(2), num_read(3), num_read(4), num_read(2, 3, 4)] == [0, 0, 1, 0]
+        assert num_read(1) == 1, "which was used longest ago"
+    with loaded(kept, memory="100%", table_memory="100%") as model:
+        for _ in range(2):
+            reads.seen.clear()
+            model.get_input_embeddings()(torch.arange(128))
+        assert not reads.seen
+    with in_memory(), pytest.raises(ConfigError, match="table_memory='1GiB': this model has no table"):
+        expertly.load(str(kept), table_memory="1GiB", device="cpu")
+
+
+# -- whoever wants more than rows ------------------------------------------------------------------------------------
+
+
+def test_all_of_a_table_is_read_for_whoever_wants_more_than_rows(store: Path) -> None:
+    ids = torch.tensor(make_prompts(1))
+    with in_memory(), loaded(store) as whole:
+        weight = whole.model.embed_tokens.weight.clone()
+        logits = whole(inputs_embeds=whole.model.embed_tokens(ids)).logits
+    with loaded(store) as model:
+        table = model.model.embed_tokens.weight
+        assert (table.shape, table.dtype, table.device) == (weight.shape, weight.dtype, weight.device)
+        assert torch.equal(table[3:5], weight[3:5]) and torch.equal(torch.cat([table, table])[128:], weight)
+        assert torch.equal(table.data, weight) and torch.equal(table.T @ table, weight.T @ weight)
+        assert torch.equal(model(inputs_embeds=model.model.embed_tokens(ids)).logits, logits)
+
+
+def test_a_look_up_is_no_part_of_a_program(store: Path) -> None:
+    """A program does the same again, whatever the token."""
+    with loaded(store) as model:
+        notes = Notes(handle(model).engine.shard.kernels)
+        notes.begin()
+        with pytest.raises(NotedError):
+            model.get_input_embeddings()(torch.tensor([[5]]))
+        notes.abandon()
+
+
+# -- what fails ------------------------------------------------------------------------------------------------------
+
+
+def test_a_read_that_fails_fails_the_pass_and_no_other(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads(monkeypatch)
+    with loaded(store) as model:
+        tokens = generate(model, make_prompts(2))
+        reads.error = errno.EIO
+        with pytest.raises(TransferError, match=rf"{DENSE_NAME}: reading \d+ bytes at offset \d+ failed \(Input"):
+            generate(model, make_prompts(2))
+        with pytest.raises(Exception):  # noqa: B017 - upstream ends its thread and says so in its own way
+            assert run_batch(model, make_prompts(2))
+        reads.error = None
+        assert generate(model, make_prompts(2)) == tokens
+
+
+@pytest.mark.parametrize("change", ["written", "cut"])
+def test_a_store_that_is_changed(change: str, store: Path) -> None:
+    path = store / DENSE_NAME
+    with loaded(store) as model:
+        if change == "cut":
+            os.truncate(path, 8192)
+        else:
+            with path.open("r+b") as file:
+                file.seek(-4, os.SEEK_END)
+                file.write(b"\1\2\3\4")
+        with pytest.raises(TransferError, match=f"{DENSE_NAME}: was written to while in use"):
+            generate(model, make_prompts(1))
+
+
+def test_unloading_closes_the_file_and_a_forked_child_is_refused(store: Path) -> None:
+    before = open_files(store), threading.active_count()
+    model, _ = expertly.load(str(store), memory="50%", device="cpu", learned="off")
+    look_up, ids = model.get_input_embeddings(), torch.tensor([[5]])
+    row = look_up(ids)
+
+    def run() -> None:
+        with pytest.raises(EngineClosedError, match="before this process was forked"):
+            look_up(ids)
+
+    assert exit_code_of_a_child(run) == 0
+    assert exit_code_of_a_child(lambda: expertly.unload(model)) == 0
+    assert torch.equal(look_up(ids), row), "the parent goes on"
+    expertly.unload(model)
+    assert (open_files(store), threading.active_count(), reader_threads()) == (*before, [])
+    with pytest.raises(EngineClosedError, match="was unloaded"):
+        look_up(ids)
+
+
+# -- what it saves ---------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_planned_without_tables_and_doctor_counts_them_as_disk(tmp_path: Path) -> None:
+    folder = checkpoint("gemma4_text", tmp_path / "checkpoint")
+    kept = pack(folder, tmp_path / "store").folder
+    whole = PackedStore.open(kept)
+    (table,), rest = tables.tables_of(whole)
+    assert table.nbytes == VOCAB_SIZE * 4 * 16 * 4 == whole.dense_nbytes - rest.dense_nbytes
+    for source in (kept, folder, folder / "config.json"):
+        needs = needs_of(str(source))
+        nbytes = table.nbytes if needs.dtype == "float32" else table.nbytes // 2
+        assert needs.tables_nbytes == nbytes
+        assert needs.dense_nbytes == rest.dense_nbytes * nbytes // table.nbytes or source == folder / "config.json"
+    with loaded(kept) as model:
+        assert sum(parameter.nbytes for parameter in model.parameters()) < rest.dense_nbytes
+        assert handle(model).division.beside.dense_nbytes == rest.dense_nbytes
+        assert expertly.stats(model).as_dict()["dense"]["bytes"] == rest.dense_nbytes
+        fixed = handle(model).division.beside.fixed_nbytes
+    assert fixed == beside_experts(rest, 4, torch.device("cpu")).fixed_nbytes
+    with loaded(kept, table_memory="50%") as model:
+        assert handle(model).division.beside.fixed_nbytes == fixed + table.nbytes // 2
