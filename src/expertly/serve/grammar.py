@@ -6,14 +6,14 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.untrusted import Bounds, check_value
 from expertly.model.answer_formats import CallFormat, types_of
-from expertly.model.answers import AnswerFormat
+from expertly.model.answers import AnswerFormat, Stage
 from expertly.model.sandbox import Sandbox
 from expertly.serve.errors import invalid
 from expertly.serve.schema import Constraint, Tool
@@ -40,13 +40,12 @@ COMPILE_NBYTES = 32 << 20
 STACK_NBYTES = 256 << 20
 """Address space for the stack of the thread that compiles: a schema of MAX_REFERENCES needs a hundredth of it."""
 
+PLAIN = AnswerFormat(thinks=False)
+"""Of a text that is no chat's."""
 
 _TOKEN = re.compile(r"<\[[^\]]*\]>")
 
 _ANY = "/(?s:.*)/"
-
-_SPACED = {"item_separator": ", ", "key_separator": ": "}
-"""Arguments as templates write them, and so models."""
 
 _OPEN = {"allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
 """Where a schema says more than its properties. Others forbid what they do not name: a model might name arguments for
@@ -83,23 +82,25 @@ class Rules:
             return f"{_ANY} {self.text(mark)}"
         return self.add(_ANY, f"[suffix={quoted(mark)}]")
 
-    def schema(self, schema: dict[str, Any], param: str, **options: str) -> str:
-        return self.add(f"%json {_schema_text(schema, param, options)}")
+    def arguments(self, schema: dict[str, Any]) -> str:
+        """JSON as templates write arguments, and so models."""
+        return self.add(f"%json {_schema_text(schema, 'tools', item_separator=', ', key_separator=': ')}")
 
-    def constraint(self, wish: Constraint) -> str:
+    def constraint(self, wish: Constraint, form: CallFormat) -> str:
         """What an answer is that follows it."""
         if wish.kind == "json":
-            return self.schema(wish.value, wish.param)
-        if wish.kind == "choice":
-            return self.add(" | ".join(map(quoted, wish.value)))
-        if wish.kind == "regex":
-            return self.add("/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", wish.value).replace("\n", "\\n") + "/")
-
-        def numbered(match: re.Match[str]) -> str:
-            token = self._tokens.get(match[0])
-            return match[0] if token is None else f"<[{token}]>"
-
-        return self.add("%lark {\n" + _LARK_TOKENS.sub(numbered, wish.value) + "\n}")
+            body = f"%json {_schema_text(wish.value, wish.param)}"
+        elif wish.kind == "choice":
+            body = " | ".join(map(quoted, wish.value))
+        elif wish.kind == "regex":
+            body = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", wish.value).replace("\n", "\\n") + "/"
+        else:
+            numbers = {name: f"<[{token}]>" for name, token in self._tokens.items()}
+            body = "%lark {\n" + _LARK_TOKENS.sub(lambda token: numbers.get(token[0], token[0]), wish.value) + "\n}"
+        if form.kind != "harmony":
+            return self.add(body)
+        head = [self.text(part) for part in ("<|channel|>final", " <|constrain|>json", "<|message|>")]
+        return f"{head[0]} ({head[1]})? {head[2]} {self.add(body)}"
 
     def call(self, form: CallFormat, tools: Sequence[Tool]) -> str:
         """One call of one of `tools`."""
@@ -114,13 +115,13 @@ class Rules:
             if form.kind == "object" and not form.open_mark:  # which the library can tell from another object
                 properties = {"name": {"const": tool.function.name}, "parameters": schema}
                 required = {"required": list(properties), "additionalProperties": False}
-                calls.append(self.schema({"type": "object", "properties": properties, **required}, "tools", **_SPACED))
+                calls.append(self.arguments({"type": "object", "properties": properties, **required}))
                 continue
             written = form.section[0] + form.call.replace("{name}", tool.function.name) + form.section[1]
             before, _, behind = written.partition("{arguments}")
             for end in form.ends:
                 behind = behind.replace(end, "")
-            arguments = self._parameters(form, schema) if form.parameter else self.schema(schema, "tools", **_SPACED)
+            arguments = self._parameters(form, schema) if form.parameter else self.arguments(schema)
             calls.append(f"{self.text(before)} {arguments} {self.text(behind)}")
         return ("" if not form.open_mark else "/\\n?\\n?/ ") + self.add(" | ".join(calls))
 
@@ -135,7 +136,7 @@ class Rules:
             if not is_text:
                 opening = opening.replace('string="true"', 'string="false"')
                 whole = shared | part if isinstance(part, dict) else {}
-                value = f"{self.schema(whole, 'tools', **_SPACED)} {self.text(closing)}"
+                value = f"{self.arguments(whole)} {self.text(closing)}"
             elif "enum" in part or "const" in part:
                 choices = self.add(" | ".join(map(quoted, part.get("enum", [part.get("const")]))))
                 value = f"{choices} {self.text(closing)}"
@@ -144,7 +145,7 @@ class Rules:
             parts.append(self.add(f"{self.text(opening)} {value}") + "?" * (key not in schema.get("required", ())))
         return " ".join(parts)
 
-    def thought(self, answers: AnswerFormat, stage: str) -> str:
+    def thought(self, answers: AnswerFormat, stage: Stage) -> str:
         """The reasoning that may come before."""
         opening, closing = answers.calls.think
         if stage not in ("thinks", "may think"):
@@ -177,40 +178,43 @@ class Grammars:
         finally:
             threading.stack_size(before)
 
-    async def of_text(self, wish: Constraint) -> LLMatcher:
-        """A grammar of a text. Raises ApiError naming what of it is not supported."""
-        return await self._made(wish.param, None, "thought", wish, ())
-
     async def of_answer(
-        self, answers: AnswerFormat, stage: str, wish: Constraint | None, tools: Sequence[Tool]
+        self,
+        wish: Constraint | None,
+        answers: AnswerFormat = PLAIN,
+        stage: Stage = "content",
+        tools: Sequence[Tool] = (),
     ) -> LLMatcher:
-        """A grammar of an answer: its reasoning, then a call of one of `tools` or a text as `wish` says; `stage`: see
-        AnswerFormat.stage. Raises ApiError.
+        """A grammar of an answer in a format: its reasoning, then a call of one of `tools`, or a text that follows
+        `wish`; `stage`: see AnswerFormat.stage. Raises ApiError naming what of it is not supported.
         """
-        form = answers.calls
+        form, param = answers.calls, "tools" if wish is None else wish.param
         if tools and form.kind == "gemma":
             sentence = f"the calls of this model's chat template ({form.name}) cannot be forced"
             raise invalid(f"tools: {sentence}; accepted: tool_choice auto or none, no response_format", "tool_choice")
-        return await self._made("tools" if wish is None else wish.param, answers, stage, wish, tools)
+
+        def text(stage: Stage) -> str:
+            rules = Rules(self._tokens)
+            thought = rules.thought(answers, stage)
+            bodies = [rules.call(form, tools)] if tools else []
+            bodies += [rules.constraint(wish, form)] if wish is not None else []
+            return "\n".join((f"start: {thought} ({' | '.join(bodies)})", *rules.lines))
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, param, text, stage)
 
     def close(self) -> None:
         self._sandbox.close()
         self._thread.shutdown(cancel_futures=True)
 
-    async def _made(self, param: str, *answer: Any) -> LLMatcher:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, param, *answer)
-
-    def _compiled(
-        self, param: str, answers: AnswerFormat | None, stage: str, wish: Constraint | None, tools: Sequence[Tool]
-    ) -> LLMatcher:
-        """Compiles it in the sandbox, and then here. Raises ApiError."""
+    def _compiled(self, param: str, make: Callable[[Stage], str], stage: Stage) -> LLMatcher:
+        """Compiles it in the sandbox, without the reasoning, and then here. Raises ApiError."""
         library, tokenizer = self._library(param)
-        text = self._text(answers, stage, wish, tools)
+        text = make(stage)
         if len(text) > BOUNDS.nbytes:
             raise invalid(f"{param}: a grammar of {len(text)} characters; accepted: {BOUNDS.nbytes}", param)
         try:
-            tried = _TOKEN.sub("<[257]>", self._text(answers, "content", wish, tools))  # all but the reasoning
-            letter, problem = self._sandbox.ask(json.dumps({"text": tried}).encode())
+            tried = json.dumps({"text": _TOKEN.sub("<[257]>", make("content"))})
+            letter, problem = self._sandbox.ask(tried.encode())
         except ConfigError as error:
             raise invalid(f"{param}: cannot be kept: compiling it {error}", param) from None
         if letter == b"T":
@@ -224,17 +228,6 @@ class Grammars:
         problem = re.split(r"\n<|\n   1 \||; following special tokens", problem)[0]
         reason = " ".join(problem.rpartition("failed to compile JSON schema: ")[2].split())
         raise invalid(f"{param}: cannot be kept: {reason}", param)
-
-    def _text(self, answers: AnswerFormat | None, stage: str, wish: Constraint | None, tools: Sequence[Tool]) -> str:
-        rules = Rules(self._tokens)
-        text = "" if wish is None else rules.constraint(wish)
-        thought = "" if answers is None else rules.thought(answers, stage)
-        if text and answers is not None and answers.calls.kind == "harmony":
-            head = [rules.text(part) for part in ("<|channel|>final", " <|constrain|>json", "<|message|>")]
-            text = f"{head[0]} ({head[1]})? {head[2]} {text}"
-        call = rules.call(answers.calls, tools) if answers is not None and tools else ""
-        body = " | ".join(filter(None, (call, text)))
-        return "\n".join((f"start: {thought} ({body})", *rules.lines))
 
     def _library(self, param: str) -> tuple[Any, Any]:
         try:
@@ -258,7 +251,7 @@ class Grammars:
         raise invalid(f"{param}: cannot be had: {problem}", param, "unsupported_value")
 
 
-def _schema_text(schema: dict[str, Any], param: str, options: dict[str, str]) -> str:
+def _schema_text(schema: dict[str, Any], param: str, **options: str) -> str:
     """A schema as the library is given it. Raises ApiError where it is beyond BOUNDS. It asks for JSON in one line: a
     model that may write white space between values may write it for ever.
     """

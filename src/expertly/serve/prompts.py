@@ -7,6 +7,7 @@ import copy
 import inspect
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +101,7 @@ class Prompts:
         self._template = PLAIN_TEMPLATE if is_plain else template
         source = self._template or (of_model if isinstance(of_model, str) else json.dumps(of_model))
         self._takes_tools = "tools" in source
+        self._joins_arguments = re.search(r"arguments(?:['\"]\])?\s*\+", source) is not None
         words = {*self.special_tokens, *(word.content for word in added.values())}
         self.answers = AnswerFormat(thinks=False) if is_plain else AnswerFormat.of(tokenizer, source, words)
         self._own_names = set(inspect.signature(tokenizer.apply_chat_template).parameters) - ENDINGS
@@ -115,7 +117,8 @@ class Prompts:
         self._check_length(sum(len(message.text) for message in messages), "messages")
 
         def render() -> str:
-            seen, functions = [as_template_sees(message) for message in messages], as_told(tools) or None
+            seen = [as_template_sees(message, self._joins_arguments) for message in messages]
+            functions = as_told(tools) or None
             return self._renderer.render(self._writer, seen, self._template, functions, variables, self.max_characters)
 
         try:
@@ -217,11 +220,15 @@ _CALLS_SEEN = {"__all__": {"id": True, "type": True, "function": {"name", "argum
 _SEEN: Any = dict.fromkeys(("reasoning_content", "name", "tool_call_id"), True) | {"tool_calls": _CALLS_SEEN}
 
 
-def as_template_sees(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: text in one piece, arguments of calls as objects."""
+def as_template_sees(message: Message, as_text: bool = False) -> dict[str, Any]:
+    """A message as templates expect it: text in one piece, arguments of calls as objects. `as_text`: as text, for
+    DeepSeek's, which join them to others. gpt-oss's names what was thought otherwise.
+    """
     role = "system" if message.role == "developer" else message.role
     seen = {"role": role, "content": message.text, **message.model_dump(include=_SEEN, exclude_none=True)}
-    for call in seen.get("tool_calls", ()):
+    if message.reasoning_content and not message.text:
+        seen["thinking"] = message.reasoning_content
+    for call in () if as_text else seen.get("tool_calls", ()):
         with suppress(ValueError, RecursionError):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
     return seen

@@ -125,7 +125,7 @@ class ResponsesRequest(Tuning):
     of_chat: ClassVar[dict[str, str]] = {"messages": "input"} | dict.fromkeys(FORMAT, "text.format")
     """Fields of the chat request that it becomes, and their names in this one."""
     cannot: ClassVar[dict[str, str]] = Tuning.cannot | {
-        "response_format": "use text.format",
+        **dict.fromkeys(("response_format", "structured_outputs"), "use text.format"),
         "previous_response_id": "nothing is stored; send what was said",
         "conversation": "nothing is stored; send what was said",
         "background": "nothing is stored",

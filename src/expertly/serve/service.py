@@ -82,7 +82,7 @@ class Service:
         self.scheduler.check_size([len(prompt) for prompt in prompts], limit, asked.n or 1, "prompt")
         sampling = asked.sampling(asked.logprobs)
         if asked.constraint is not None:
-            sampling = replace(sampling, grammar=await self._grammars.of_text(asked.constraint))
+            sampling = replace(sampling, grammar=await self._grammars.of_answer(asked.constraint))
         scores_prompt = bool(asked.echo) and asked.logprobs is not None
         ends = set(self._ends_of(asked))
         if scores_prompt and any(token in ends for prompt in prompts for token in prompt[1:]):
@@ -157,19 +157,12 @@ class Service:
         answers, constraint = self.prompts.answers, None if asked.forced else asked.constraint
         stage = answers.stage(begun, asked.messages[-1].text if asked.continue_final_message else "")
         if constraint is not None or asked.forced:
-            making = self._grammars.of_answer(answers, stage, constraint, asked.forced or asked.offered)
+            making = self._grammars.of_answer(constraint, answers, stage, asked.forced or asked.offered)
             sampling = replace(sampling, grammar=await making)
-        readers: dict[int, AnswerReader] = {}
-        for index in range(asked.n or 1):
-            reader = answers.reader(
-                begun,
-                as_told(asked.offered),
-                stage=stage,
-                is_single=asked.parallel_tool_calls is False,
-                is_whole=not asked.stream,
-                is_constrained=sampling.grammar is not None,
-            )
-            readers |= {} if reader is None else {index: reader}
+        how: Json = {"stage": stage, "is_single": asked.parallel_tool_calls is False, "is_whole": not asked.stream}
+        how["is_constrained"] = sampling.grammar is not None
+        texts, tools = range(asked.n or 1), as_told(asked.offered)
+        readers = {index: reader for index in texts if (reader := answers.reader(begun, tools, **how)) is not None}
         marks = readers[0].marks if readers else ""
         return self._request(asked, [prompt], limit, sampling, marks, answers.calls.ends), readers
 
