@@ -132,6 +132,10 @@ def test_a_schema_applies_behind_the_reasoning(demo: tuple[Any, Any], name: str)
             assert got.finish_reason == "stop"
             streamed = told(ask(serving, tools=[], response_format=AS_SCHEMA, stream=True))
             assert streamed[0] == got.message.content
+            if "far" in thought:
+                forced = ask(serving, tools=[FORCED], tool_choice="required").choices[0].message
+                assert [call.function.name for call in forced.tool_calls] == ["get-weather"]
+                assert "far" in forced.reasoning_content
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-coder", "gpt-oss", "kimi-k2", "glm-4.6", "llama-3"])
@@ -175,7 +179,7 @@ def test_other_grammars(demo: tuple[Any, Any], wish: Any, accepted: Any) -> None
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "one of json, regex, choice and grammar"),
         ({"structured_outputs": {}}, "one of json, regex, choice and grammar"),
         ({"structured_outputs": {"regex": "a"}, "response_format": AS_SCHEMA}, "it or response_format"),
-        ({"guided_regex": "a"}, "structured_outputs.regex"),
+        ({"guided_regex": "a"}, "structured_outputs.json, .regex"),
     ],
 )
 def test_wrong_grammars_are_refused(demo: tuple[Any, Any], wish: Any, said: str) -> None:

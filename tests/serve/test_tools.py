@@ -147,8 +147,8 @@ def test_the_template_sees_the_conversation(demo: tuple[Any, Any]) -> None:
         {"role": "tool", "tool_call_id": "1", "content": "rain"},
     ]
     tokens, text = asyncio.run(prompts.of_messages([Message.model_validate(one) for one in said], [], {}))
-    joining = "{% for m in messages %}{{ m.thinking }}{% for c in m.tool_calls or [] %}{{ '>' + c['function']['arguments'] + '<' }}"
-    others = Prompts(demo[1], 8192, joining + "{% endfor %}{% endfor %}")
+    joined = "{% for c in m.tool_calls or [] %}{{ '>' + c['function']['arguments'] + '<' }}{% endfor %}"
+    others = Prompts(demo[1], 8192, "{% for m in messages %}{{ m.thinking }}" + joined + "{% endfor %}")
     thought = Message.model_validate(said[2] | {"reasoning_content": "Far."})
     assert asyncio.run(others.of_messages([thought], [], {}))[1] == 'Far.>{"city": "Oslo"}<', "as DeepSeek's, gpt-oss's"
     others.close()

@@ -99,7 +99,10 @@ class Tuning(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # beside the model's own
     stop_token_ids: Annotated[list[Token], Field(max_length=256, fail_fast=True)] | None = None
     cannot: ClassVar[dict[str, str]] = {
-        **{f"guided_{kind}": f"use structured_outputs.{kind} of /v1/chat/completions" for kind in ("json", "regex", "choice", "grammar")},
+        **{
+            f"guided_{kind}": f"use structured_outputs.{kind} of /v1/chat/completions"
+            for kind in ("json", "regex", "choice", "grammar")
+        },
         "grammar": "use structured_outputs.grammar of /v1/chat/completions, in the syntax of llguidance",
         "min_tokens": "give the token that ends a text a logit_bias of -100",
         "use_beam_search": "tokens are sampled one after the other",
