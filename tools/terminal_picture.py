@@ -19,8 +19,8 @@ def draw(path: str, command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     console = Console(record=True, width=WIDTH, file=open("/dev/null", "w"))  # noqa: SIM115 - it lives as long as we do
     console.print(Text(f"$ {shlex.join(command)}", style="bold green"))
-    *text, line, budget = done.stdout.rstrip("\n").split("\n")
-    console.print(Text("\n".join(text).rstrip() + "\n"))
+    console.print(Text(done.stdout.rstrip() + "\n"))
+    *_, line, budget = done.stderr.rstrip("\n").split("\n")
     console.print(Text(f"{line}\n{budget}", style="dim"))
     console.save_svg(path, title="expertly")
 

@@ -71,7 +71,6 @@ class OptionInfo:
     panel: str | None
     is_argument: bool
     is_several: bool
-    flags: tuple[str, ...] = ()  # where they are not the field's name
 
 
 def option(
@@ -84,9 +83,8 @@ def option(
     panel: str | None = None,
     is_argument: bool = False,
     is_several: bool = False,
-    flags: tuple[str, ...] = (),
 ) -> Any:
-    """A field of a dataclass of options: an option of the command line, --name-of-the-field or `flags`.
+    """A field of a dataclass of options: an option of the command line, --name-of-the-field.
 
     `type`: the default's, else str; or a function of the text whose ValueError says what is accepted. `least`: it is a
     whole number from there. `panel`: the group under which --help-all shows it.
@@ -95,7 +93,7 @@ def option(
     kind = type or usual
     parse = {int: whole_number(least or 0), Path: path_name}.get(kind, kind)
     metavar = metavar or ("N" if kind is int else "TEXT")
-    info = OptionInfo(help, metavar, parse, kind is bool, panel, is_argument, is_several, flags)
+    info = OptionInfo(help, metavar, parse, kind is bool, panel, is_argument, is_several)
     return field(default=default, metadata={"option": info})
 
 

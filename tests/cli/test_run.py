@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
+import pty
+import re
+import select
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
 
 import expertly
 from expertly.cli.chat import Chat, ChatSampling
@@ -26,8 +33,6 @@ TEMPLATE = (
 )
 NUM_TOKENS = 12
 CHARACTERS = make_tokenizer()
-PROMPT = "\0"
-"""Between what the command has written and what it reads: no model here writes it."""
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +70,13 @@ def written(tokens: list[int]) -> str:
     return str(CHARACTERS.decode(tokens, skip_special_tokens=True))
 
 
-def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    """A terminal, at which somebody types these lines and then Ctrl-D."""
-    left = iter(lines)
-
-    def read(prompt: str = "") -> str:
-        print(PROMPT, end="")
-        try:
-            return next(left)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr(builtins, "input", read)
+@contextmanager
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> Iterator[None]:
+    """A terminal, at which somebody types these lines and then Ctrl-D; a line may have keys in it."""
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    with create_pipe_input() as keys, create_app_session(input=keys):
+        keys.send_bytes(("".join(f"{line}\r" for line in lines) + "\x04").encode("utf-8", "surrogateescape"))
+        yield
 
 
 def run(model: Path, *arguments: str) -> int:
@@ -88,14 +87,14 @@ def run(model: Path, *arguments: str) -> int:
 def test_one_answer_is_the_models_own(model: Path, chatting: Path, capsys: Captured):
     """To the templated message; with --raw, and for a model without a template, to the text."""
     assert run(chatting, "Hello") == 0
-    text, _, measures = capsys.readouterr().out.partition("\n\n")
-    assert text == written(expected(chatting, [("user", "Hello")]))
+    text, measures = capsys.readouterr()
+    assert text == f"{written(expected(chatting, [('user', 'Hello')]))}\n"
     for word in (f"{NUM_TOKENS} tokens", "tokens/s", "of experts hit", "50.0% of", "system expertly"):
         assert word in measures
     for folder, arguments in ((chatting, ["--raw"]), (model, [])):
         assert run(folder, "Hello", *arguments) == 0
         captured = capsys.readouterr()
-        assert captured.out.startswith(written(continued(folder, "Hello")))
+        assert captured.out == f"{written(continued(folder, 'Hello'))}\n"
         assert ("no chat template" in captured.err) == (folder == model)
 
 
@@ -107,23 +106,138 @@ def test_a_chat_of_three_turns(chatting: Path, monkeypatch: pytest.MonkeyPatch, 
     second = expected(chatting, [("user", "Hi"), ("assistant", first), ("user", "And?")])
     instructed = expected(chatting, [("system", "Be brief"), ("user", "Hi")])
     lines = ("\udcff", "Hi", "And?", "/stats", "/what", "/clear", "Hi", "/system Be brief", "Hi", "/quit", "no")
-    type_lines(monkeypatch, *lines)
-    assert run(chatting) == 0
+    with typed(monkeypatch, *lines):
+        assert run(chatting) == 0
     captured = capsys.readouterr()
-    answers = [part.partition("\n[")[0] for part in captured.out.split(PROMPT)[1:]]
-    assert [answers[turn] for turn in (1, 2, 6, 8)] == [*map(written, (first, second, first, instructed))]
-    assert "decode" in answers[3] and "/clear" in answers[4] and len(answers) == 10
+    answers = "(.*)".join(re.escape(f"{written(tokens)}\n") for tokens in (second, first, instructed))
+    said = re.fullmatch(f"{re.escape(written(first))}\n{answers}", captured.out, re.DOTALL)
+    assert said is not None and "decode" in said[1] and "[/what is none of these]" in said[1]
+    assert said[2] == "[a new conversation]\n"
     assert "a message must be UTF-8" in captured.err and "50.0% of" in captured.err
+
+
+def messages_of(monkeypatch: pytest.MonkeyPatch, chatting: Path, *lines: str) -> list[str]:
+    """What the model is asked where these lines are typed: the last message of each prompt."""
+    asked: list[str] = []
+    answer = Chat.answer
+
+    def noted(chat: Chat, text: str, *arguments: Any, **more: Any) -> Any:
+        asked.append(text)
+        return answer(chat, text, *arguments, **more)
+
+    monkeypatch.setattr(Chat, "answer", noted)
+    with typed(monkeypatch, *lines):
+        assert run(chatting) == 0
+    return asked
+
+
+PASTE = "\x1b[200~{}\x1b[201~"
+
+
+def test_what_is_typed_is_a_message_as_it_was_meant(chatting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of several lines where they are pasted, in three quotes, or with Alt-Enter; with a slash; a file's text."""
+    (tmp_path / "notes.txt").write_text("one\n\ntwo\n")
+    cases = {
+        PASTE.format("one\r\n/two\r\n\tthree\r\n"): "one\n/two\n\tthree",
+        PASTE.format("/* a comment */\nint i;"): "/* a comment */\nint i;",
+        '"""\r  one\r/two\r"""': "  one\n/two",
+        '"""one"""': "one",
+        "one\x1b\rtwo": "one\ntwo",
+        "//two": "/two",
+        f"/load {tmp_path}/notes.txt": "one\n\ntwo",
+    }
+    ignored = ("", "   ", '""""""', "/load", "/no such command", "lost\x03")
+    assert messages_of(monkeypatch, chatting, *cases, *ignored) == list(cases.values())
+
+
+def test_a_message_again_and_another_instead(chatting: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
+    """The answers before stay; what is too long leaves the conversation as it was; Ctrl-C leaves the message."""
+    first = expected(chatting, [("user", "Hi")])
+    said: list[tuple[str, Said]] = [("user", "Hi"), ("assistant", first)]
+    long = PASTE.format("x" * 600)
+    lines = ("/retry", "Hi", "And?", "/retry", "/edit", " so", "/edit", long, "/edit", "lost\x03", "/retry")
+    with typed(monkeypatch, *lines):
+        assert run(chatting) == 0
+    captured = capsys.readouterr()
+    answers = [first, *[expected(chatting, [*said, ("user", text)]) for text in ("And?", "And?", "And? so", "And? so")]]
+    assert captured.out == "".join(f"{text}\n" for text in ("[there is no message yet]", *map(written, answers)))
+    assert captured.err.count("expertly: prompt: ") == 1
+
+
+def test_another_answer_is_another_one_with_a_seed_too(loaded: tuple[Any, Any]):
+    chat = Chat(*loaded, ChatSampling(NUM_TOKENS, temperature=2.0, seed=3))
+    first, second = (chat.answer("Hi", lambda text: None, is_instead=num > 0) for num in range(2))
+    assert first.token_ids != second.token_ids and len(chat.messages) == 2
+    assert second.cached_tokens == second.prompt_tokens - 1, "nothing of the message is computed again"
+
+
+@pytest.mark.parametrize(("name", "said"), [("nowhere", "No such file"), ("", "Is a directory"), ("bytes", "decode")])
+def test_a_file_that_is_no_text_is_told(
+    chatting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, name: str, said: str
+):
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    assert messages_of(monkeypatch, chatting, f"/load {tmp_path}/{name}", "Hi") == ["Hi"]
+    assert said in capsys.readouterr().err
+
+
+def test_messages_are_kept_for_the_next_chat(chatting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where only their user can read them, at most a MiB; a file that cannot be written is no reason to stop."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    up = "\x1b[A"
+    assert messages_of(monkeypatch, chatting, "Hi", PASTE.format("one\ntwo")) == ["Hi", "one\ntwo"]
+    path = tmp_path / "expertly" / "history"
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert messages_of(monkeypatch, chatting, f"{up}{up}{up}{up}") == ["Hi"]
+    path.write_text("\n# a time\n+older\n" * 70_000 + "\n# a time\n+newest\n")
+    path.chmod(0o644)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert messages_of(monkeypatch, chatting, up) == ["newest"]
+    assert path.stat().st_size < 600_000 and path.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv("XDG_STATE_HOME", str(path))
+    assert messages_of(monkeypatch, chatting, "Hi")[-1:] == ["Hi"]
 
 
 def test_an_answer_without_a_length_that_was_asked_for_leaves_room_for_the_next_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ):
-    type_lines(monkeypatch, "Once upon a time", "He said", "She said")
-    assert main(["run", "demo", "--seed", "0"]) == 0
+    with typed(monkeypatch, "Once upon a time", "He said", "She said"):
+        assert main(["run", "demo", "--seed", "0"]) == 0
     captured = capsys.readouterr()
-    answers = captured.out.split(PROMPT)[1:4]
-    assert all("tokens/s" in answer for answer in answers) and "accepted" not in captured.err
+    assert captured.err.count("tokens/s") >= 2 and "accepted" not in captured.err
+
+
+@pytest.mark.slow
+def test_at_a_terminal(chatting: Path, tmp_path: Path):
+    """Pasted lines are one message, Ctrl-C stops an answer, Ctrl-D ends; what was measured stands in the terminal."""
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
+    own, terminal = pty.openpty()
+    words = (sys.executable, "-m", "expertly", "run", chatting, "--memory", "50%", "--max-new-tokens", "400")
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    running = subprocess.Popen(words, env=environment, start_new_session=True, **streams)
+    os.close(terminal)
+    shown = b""
+
+    def until(word: bytes) -> None:
+        nonlocal shown
+        while word not in shown:
+            assert select.select([own], [], [], 120)[0], shown
+            shown += os.read(own, 1 << 16)
+        shown = shown.partition(word)[2]
+
+    until(b"\x1b[?2004h")  # a terminal is asked to mark what is pasted: it waits for a message
+    os.write(own, PASTE.format("one\ntwo").encode() + b"\r")
+    until(b"two")
+    time.sleep(1.0)
+    os.kill(running.pid, signal.SIGINT)
+    until(b"| stopped]")
+    until(b"\x1b[?2004h")
+    os.write(own, b"\x04")
+    assert running.wait(60) == 0
+    os.close(own)
+    assert (tmp_path / "expertly" / "history").read_text().endswith("\n+one\n+two\n")
 
 
 def test_what_was_said_before_is_not_computed_again(chatting: Path, loaded: tuple[Any, Any]):
@@ -180,10 +294,10 @@ def test_what_does_not_fit_the_model_is_refused_and_forgotten(loaded: tuple[Any,
 
 
 def test_what_no_chat_can_be_is_refused(chatting: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
-    type_lines(monkeypatch)
     too_long = f"max_new_tokens={10**20}: accepted: at most the model's 512 positions"
     for arguments, said in (["--json"], "a chat is for people"), (["--max-new-tokens", str(10**20)], too_long):
-        assert main(["run", str(chatting), "--memory", "50%", *arguments]) == 2
+        with typed(monkeypatch):
+            assert main(["run", str(chatting), "--memory", "50%", *arguments]) == 2
         assert said in capsys.readouterr().err
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.asking import Captured, answer, refusal, told
+from expertly.cli import run
+from expertly.cli.main import main
+from tests.cli.asking import Captured, answer, refusal
 from tests.commands import RunningCommand
 from tests.families import fill_with_nan, make_checkpoint, make_tokenizer, reference_generate
 
@@ -64,7 +69,31 @@ def test_a_prompt_from_stdin(model: Path, expected: str, start: Callable[..., Ru
     typed = ("run", model, "-", "--memory", "50%", "--max-new-tokens", "20", "--raw")
     running = start(*typed, stdin=tmp_path / "prompt")
     assert running.exit_code(60) == 0
-    assert running.out.startswith(expected) and running.err == "", "progress and advice are for terminals"
+    assert running.out == f"{expected}\n"
+    line, budget = running.err.splitlines()  # progress and advice are for terminals
+    assert "20 tokens" in line and "50.0% of" in budget
+
+
+def test_what_a_pipe_or_a_file_brings_follows_the_prompt(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+):
+    """Also what a pipe brings after a while."""
+    monkeypatch.setattr(run, "PIPE_S", 0.1)
+    reading, writing = os.pipe()
+    (tmp_path / "notes").write_text("\nThe sea.\n")
+    threading.Timer(0.5, lambda: (os.write(writing, b"The sea.\n"), os.close(writing))).start()
+    for file, brought in (reading, "\n\nThe sea."), (tmp_path / "notes", "\n\nThe sea."), (os.devnull, ""):
+        with open(file) as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            prompt = answer(capsys, "run", model, "Summarise:", "--raw", "--max-new-tokens", "1")["prompt"]
+        assert prompt == f"Summarise:{brought}"
+
+
+def test_an_answer_in_a_file_is_the_answer_alone(model: Path, expected: str, capsys: Captured):
+    assert main([*words(model, "--memory", "50%", "--stats")]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{expected}\n"
+    assert "tokens/s" in err and "of experts in memory" in err and "phase " in err
 
 
 @pytest.mark.slow
@@ -80,9 +109,9 @@ def test_text_comes_as_it_is_made_and_interrupting_ends_at_once_without_a_traceb
 
 def test_stats_adds_tables_by_layer_and_of_predictions(model: Path, expected: str, capsys: Captured):
     arguments = ("--system", "fmoe:distance=2", "--memory", "60%", "--stats")
-    out = told(capsys, *words(model, *arguments))
+    assert main([*words(model, *arguments)]) == 0
+    out = capsys.readouterr().err
     lines = out.splitlines()
-    assert expected.strip() in out
     (line,) = [line for line in lines if "of experts in memory" in line]
     for word in ("prefetch accuracy", "coverage", "system fmoe:distance=2"):
         assert word in line

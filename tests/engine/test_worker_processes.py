@@ -120,11 +120,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def test_run_with_a_worker(tiny: tuple[str, str], capfd: pytest.CaptureFixture[str]) -> None:
     folder, expected = tiny
     assert main(["run", folder, "Once", "--raw", "--max-new-tokens", "8", "--stats", *MEMORY]) == 0
-    out = capfd.readouterr().out
-    assert out.startswith(f"{expected}\n")
-    rows = [line.split() for line in out.splitlines() if line.startswith(("cpu ", "local-1 "))]
+    out, err = capfd.readouterr()
+    assert out == f"{expected}\n"
+    rows = [line.split() for line in err.splitlines() if line.startswith(("cpu ", "local-1 "))]
     assert [(row[0], row[4]) for row in rows] == [*product(("cpu", "local-1"), ("prefill", "decode"))]
-    (num_calls,) = re.findall(r"^\[worker local-1: (\d+) calls in .* on the way \| .* \| 0 drops\]$", out, re.MULTILINE)
+    (num_calls,) = re.findall(r"^\[worker local-1: (\d+) calls in .* on the way \| .* \| 0 drops\]$", err, re.MULTILINE)
     assert int(num_calls) >= 8, "one a token, and mostly one a layer"
 
 

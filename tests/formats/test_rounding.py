@@ -19,7 +19,7 @@ from expertly.formats import ROUNDED_TO, rounding_format
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.store.packed import PackedStore
-from tests.cli.asking import Captured, answer, refusal, told
+from tests.cli.asking import Captured, answer, refusal
 from tests.engine.observe import loaded
 from tests.families import (
     FAMILIES,
@@ -153,7 +153,8 @@ def test_commands_say_it(sources: Any, capsys: Captured, tmp_path: Path, monkeyp
     assert (listed["dtype"], listed["rounded"]) == ("mxfp4", True)
     store = said.out.strip()
     asked = ["run", store, "One", "--raw", "--max-new-tokens", "2", "--memory", "50%", "--system", "lru"]
-    line, budget = told(capsys, *asked).splitlines()[-2:]
+    assert main(asked) == 0
+    line, budget = capsys.readouterr().err.splitlines()[-2:]
     assert "experts rounded to mxfp4" in line and "rounded to mxfp4" in budget
     assert answer(capsys, *asked)["rounding"] == asdict(needs_of(store))["rounding"] == {"to": "mxfp4"}
     with loaded(source, memory="50%") as model:

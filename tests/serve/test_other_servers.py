@@ -115,7 +115,7 @@ def test_tokens_of_texts_and_back(demo: tuple[Any, Any], serving: Serving) -> No
 
 def test_a_model_of_several_names(demo: tuple[Any, Any]) -> None:
     """Requests by any of them, and by none; all are listed with the longest text."""
-    with served(*demo, name=["one", "two,three"]) as serving:
+    with served(*demo, served_model_name=["one", "two,three"]) as serving:
         listed = serving.client.models.list().data
         assert [model.id for model in listed] == ["one", "two", "three"]
         assert listed[0].model_extra is not None and listed[0].model_extra["max_model_len"] == 512

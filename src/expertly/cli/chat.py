@@ -87,19 +87,31 @@ class Chat:
         self._cache: Any = None
         self._cached: list[int] = []  # the tokens that the cache holds
         self._said: list[int] = []  # all tokens up to the last answer's end
+        self._said_before: list[list[int]] = []  # the same before each answer
+        self._num_retried = 0
 
-    def answer(self, text: str, write: Callable[[str], None]) -> Turn:
+    @property
+    def last_message(self) -> str | None:
+        return self.messages[-2]["content"] if self._said_before else None
+
+    def answer(self, text: str, write: Callable[[str], None], *, is_instead: bool = False) -> Turn:
         """The model's answer to a message; `write` gets its text as it is made. Ctrl-C stops the answer, and what was
         written stays in the conversation. Raises ConfigError, and forgets the message, where the model has no room for
-        it.
+        it. `is_instead`: the message and its answer replace the last ones.
         """
-        self.messages.append({"role": "user", "content": text})
+        before = self.messages, self._said, self._said_before
+        self._num_retried += is_instead  # with a seed, too, the answer is another one
+        if is_instead:
+            self.messages, self._said, self._said_before = self.messages[:-2], before[2][-1], before[2][:-1]
+        self.messages = [*self.messages, {"role": "user", "content": text}]
+        said = self._said
         try:
             answer = self._generate(self._tokens(), write)
         except BaseException:
-            self.messages.pop()
+            self.messages, self._said, self._said_before = before
             raise
         self.messages.append({"role": "assistant", "content": answer.text})
+        self._said_before = [*self._said_before, said]
         return answer
 
     def begin_anew(self, instruction: str | None = None) -> None:
@@ -109,7 +121,7 @@ class Chat:
         else:
             self.messages = [{"role": "system", "content": instruction}] if instruction else []
         self._forget()
-        self._said = []
+        self._said, self._said_before = [], []
 
     def _tokens(self) -> list[int]:
         """The whole conversation as tokens. Where the tokens of earlier answers still give the conversation's text they
@@ -141,7 +153,7 @@ class Chat:
         config.return_dict_in_generate = True
         config.prompt_lookup_num_tokens = NUM_DRAFTED if sampling.looks_up else None
         if sampling.seed is not None:
-            torch.manual_seed(sampling.seed)
+            torch.manual_seed(sampling.seed + self._num_retried)
         streamer = TextStreamer(self._decode, write)
         before, start_ns = expertly.stats(model).as_dict(), time.perf_counter_ns()
         with _stopped_by_interrupt() as stop:

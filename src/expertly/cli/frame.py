@@ -56,7 +56,7 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
     if info.is_argument:
         return _keyword(field.name, typer.Argument(default, **shown), kind)
     shown |= {"hidden": info.panel is not None, "rich_help_panel": info.panel}
-    return _keyword(field.name, typer.Option(default, *(info.flags or [flag_of(field.name)]), **shown), kind)
+    return _keyword(field.name, typer.Option(default, flag_of(field.name), **shown), kind)
 
 
 def _keyword(name: str, info: Any, kind: Any) -> inspect.Parameter:

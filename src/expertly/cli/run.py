@@ -6,7 +6,9 @@ they were needed.
 
 from __future__ import annotations
 
-import contextlib
+import os
+import select
+import stat
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
@@ -33,18 +35,17 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 1024
 
-HELP = """\
-  /system TEXT    begin anew with a system message
-  /stats          experts hit and missed so far
-  /clear          begin anew; a system message stays
-  /quit           end, as Ctrl-D does"""
+PIPE_S = 2.0
+"""How long a pipe may bring nothing before a user is told that it is waited for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     prompt: str | None = argument(
-        None, 'answered once; "-", or without a terminal: read from stdin; without a prompt: chat', metavar="PROMPT"
+        None,
+        'answered once, with what a pipe brings behind it; "-": from stdin; without a prompt: chat',
+        metavar="PROMPT",
     )
     max_new_tokens: int | None = option(
         None, f"of an answer (default: {DEFAULT_NEW_TOKENS}, at most a quarter of the positions)", least=1
@@ -61,6 +62,7 @@ class RunOptions(LoadOptions):
         panel=ADVANCED,
     )
     raw: bool = option(False, "continue the text, without chat template")
+    plain: bool = option(False, "show answers as they are, not as Markdown", panel=ADVANCED)
     stats: bool = option(False, "add tables of hits and misses by layer")
     json: bool = json_flag()
 
@@ -99,7 +101,17 @@ def run(args: RunOptions) -> int:
                 message("expertly: the model has no chat template: it continues the text")
             if prompt is not None:
                 return _answer_once(conversation, model, prompt, args, stdout)
-            _chat(conversation, model, stdout)
+            from expertly.cli import terminal
+            from expertly.cli.stats_report import phase_table
+
+            keys = "/help says what else you can type; Ctrl-C stops an answer, Ctrl-D ends"
+            message(f"expertly: {_budget(_measures(model))} {keys}")
+            terminal.chat(
+                conversation,
+                lambda: phase_table(api.stats(model).as_dict()["phases"]),
+                stdout,
+                is_plain=args.plain or conversation.is_raw,
+            )
         finally:
             api.unload(model)
     return 0
@@ -127,75 +139,49 @@ def say_system(loaded: Any) -> None:
 
 
 def _read_prompt(args: RunOptions) -> str | None:
-    """The prompt of the command line or of stdin; None: chat."""
+    """The prompt of the command line, of stdin, or of both; None: chat."""
     prompt = args.prompt
     if prompt is None and sys.stdin.isatty():
         return None
     if prompt is None or prompt == "-":
         prompt = sys.stdin.read()
+    elif _brings_text(sys.stdin):
+        prompt = "\n\n".join(filter(None, (prompt, sys.stdin.read().strip("\n"))))
     prompt.encode()  # bytes that are no UTF-8 may have come as lone surrogates, which this refuses
     return prompt
 
 
+def _brings_text(stdin: TextIO) -> bool:
+    """Whether stdin is a pipe or a file, beside a prompt."""
+    try:
+        mode = os.fstat(stdin.fileno()).st_mode
+    except (OSError, ValueError):  # it is closed
+        return False
+    if stat.S_ISFIFO(mode) and not select.select([stdin], [], [], PIPE_S)[0]:
+        message("expertly: reading the rest of the prompt from stdin, until that ends")
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
 def _answer_once(conversation: Chat, model: Any, prompt: str, args: RunOptions, out: TextIO) -> int:
     """Returns the exit code: 130 where Ctrl-C stopped the answer."""
-    answer = conversation.answer(prompt, (lambda text: None) if args.json else lambda text: _write(out, text))
+    from expertly.cli.rendering import shown
+
+    if args.json:
+        answer = conversation.answer(prompt, lambda text: None)
+    else:
+        with shown(out, args.plain or conversation.is_raw) as write:
+            answer = conversation.answer(prompt, write)
     measures = {**answer.facts(), "model": args.model or "demo", "prompt": prompt, **_measures(model)}
     if args.json:
         print_json({key: value for key, value in measures.items() if key != "layers" or args.stats}, out)
-    else:
-        _write(out, f"\n\n{answer.line()}\n{_budget(measures)}\n")
+    else:  # to stdout only where that is a terminal: else it gets the answer and nothing more
+        lines = [answer.line(), _budget(measures)]
         if args.stats:
             from expertly.cli.stats_report import report
 
-            _write(out, f"\n{report(measures)}\n")
+            lines += ["", report(measures)]
+        print(*([""] if out.isatty() else []), *lines, sep="\n", file=out if out.isatty() else sys.stderr, flush=True)
     return 130 if answer.was_stopped else 0
-
-
-def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
-    """Read messages and answer them until the input ends."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - what `input` edits lines with
-    message(
-        f"expertly: {_budget(_measures(model))} /help says what else you can type; Ctrl-C stops an answer, Ctrl-D ends"
-    )
-    while True:
-        try:
-            try:
-                with contextlib.redirect_stdout(out):
-                    text = input("> ").strip()
-            except KeyboardInterrupt:  # of a line that was being written
-                _write(out, "\n")
-                continue
-            text.encode()  # what is no UTF-8 may come as lone surrogates
-            if text == "/quit":
-                return
-            if text.startswith("/"):
-                _write(out, _command(conversation, model, text) + "\n")
-            elif text:
-                answer = conversation.answer(text, lambda piece: _write(out, piece))
-                _write(out, f"\n{answer.line()}\n")
-        except UnicodeError as error:
-            message(f"expertly: a message must be UTF-8 ({error})")
-        except ConfigError as error:
-            message(f"expertly: {error}")
-        except EOFError:
-            _write(out, "\n")
-            return
-
-
-def _command(conversation: Chat, model: Any, text: str) -> str:
-    """Run a line that begins with a slash; returns what to print."""
-    name, _, rest = text.partition(" ")
-    if name in ("/system", "/clear"):
-        conversation.begin_anew(rest.strip() if name == "/system" else None)
-        return "[a new conversation]"
-    if name == "/stats":
-        from expertly import api
-        from expertly.cli.stats_report import phase_table
-
-        return phase_table(api.stats(model).as_dict()["phases"])
-    return HELP if name == "/help" else f"[{name} is none of these]\n{HELP}"
 
 
 def _measures(model: Any) -> dict[str, Any]:
@@ -225,8 +211,3 @@ def _budget(measures: dict[str, Any]) -> str:
         if prediction["failed"] is not None:
             parts.append(f"prediction failed: {prediction['failed']}")
     return in_brackets(*parts)
-
-
-def _write(out: TextIO, text: str) -> None:
-    out.write(text)
-    out.flush()

@@ -16,7 +16,7 @@ from expertly.cli.output import message, progress_bar, reserved_stdout, show
 from expertly.cli.run import say_system
 from expertly.core.errors import ConfigError
 from expertly.engine.process import give_back_code
-from expertly.options import json_flag, option
+from expertly.options import ADVANCED, json_flag, option
 from expertly.serve.settings import ServeOptions, read_keys
 
 
@@ -26,7 +26,7 @@ class ServeCommand(ServeOptions):
         "127.0.0.1", "the address to listen on; any but this machine's needs --api-key-file", metavar="ADDRESS"
     )
     port: int = option(8000, "0 takes any that is free", metavar="N")
-    uds: str | None = option(None, "a Unix socket instead of host and port", metavar="PATH")
+    uds: str | None = option(None, "a Unix socket instead of host and port", metavar="PATH", panel=ADVANCED)
     json: bool = json_flag()
 
 

@@ -22,10 +22,10 @@ _root_path = checked(lambda text: text.rstrip("/"), "a path, as /llm", lambda pa
 class ServeOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     api_key_file: str | None = option(None, "a file of keys that clients must have one of, one a line", metavar="FILE")
-    name: Sequence[str] | str | None = option(
-        None, "the model's name for clients (default: that of MODEL); or several, with commas", metavar="NAME",
-        is_several=True, flags=("--served-model-name", "--name"),
-    )  # fmt: skip
+    name: str | None = option(None, "the model's name for clients (default: that of MODEL)", metavar="NAME")
+    served_model_name: Sequence[str] | str | None = option(
+        None, "several names, with commas between them", metavar="NAMES", is_several=True, panel=ADVANCED
+    )
     context: int | None = option(None, "the longest text in tokens, prompt included (default: 4096)", least=1)
     max_running: int = option(16, "how many texts are written at a time", least=1)
     max_queue: int = option(256, "how many requests may wait", panel=ADVANCED)
@@ -52,8 +52,11 @@ class ServeOptions(LoadOptions):
         """Those that were stated; else a hub id as it is, and of a folder its last part, as clients need not know where
         it lies. Raises ConfigError.
         """
+        if self.served_model_name:
+            several = self.served_model_name
+            return names("served_model_name", several if isinstance(several, str) else ",".join(several))
         if self.name:
-            return names("served_model_name", self.name if isinstance(self.name, str) else ",".join(self.name))
+            return [self.name]
         path = Path(self.model or "demo")
         return [path.resolve().name if self.model and path.exists() else str(self.model or "demo")]
 
