@@ -248,11 +248,13 @@ def test_requests_that_share_a_pass_run_as_programs(family: str, cases: Cases) -
         batch = Passes(model, num_pages=64)
         try:
             for num_requests, length in asked.items():
-                before = num_run(model)
+                kernels = handle(model).engine.shard.kernels
+                before, num_attended = num_run(model), kernels.num_attention
                 for number, prompt in enumerate(prompts[:num_requests]):
                     batch.ask(f"{num_requests}-{number}", prompt, length)
                 batch.wait()
                 assert num_run(model) > before or num_requests > 4
+                assert kernels.num_attention > num_attended, "pages are read where they lie"
         finally:
             batch.close()
         for name, tokens in batch.tokens.items():

@@ -115,3 +115,22 @@ def test_threads_change_nothing_and_nan_is_passed_on() -> None:
     mask[..., 1:, :20] = True
     for given in (mask, torch.zeros(mask.shape).bfloat16().masked_fill(~mask, torch.finfo(torch.bfloat16).min)):
         assert not kernels.attention(q, v, v, 0.1, given)[:, 0].any(), "who sees nothing is zero"
+
+
+@pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
+def test_keys_and_values_are_read_where_they_lie(library: Library) -> None:
+    """In the pages of a cache, of several sequences: the same bits as of a copy. None outside it is read."""
+    kernels, generator = Kernels(library, ""), torch.Generator().manual_seed(0)
+    q = torch.randn(1, 6, 3, 32, generator=generator)
+    keys, values = torch.randn(2, 900, 2, 32, generator=generator).transpose(1, 2).unsqueeze(1)
+    positions = torch.randperm(900, generator=generator)[:700]
+    mask = torch.zeros(1, 1, 3, 700, dtype=torch.bool)
+    for token, seen in enumerate((slice(0, 300), slice(300, 310), slice(310, 700))):
+        mask[..., token, seen] = True
+    copies = keys.index_select(2, positions), values.index_select(2, positions)
+    expected = kernels.attention(q, *copies, 0.2, mask)
+    assert torch.equal(kernels.attention(q, keys, values, 0.2, mask, positions=positions), expected)
+    for outside in (-1, 900):
+        positions[5] = outside
+        with pytest.raises(MemoryError):
+            kernels.attention(q, keys, values, 0.2, mask, positions=positions)

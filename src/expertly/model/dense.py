@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
@@ -297,6 +298,8 @@ _NAME = "expertly"
 
 IDLE = {"position_ids", "sliding_window", "is_causal", "use_cache", "output_router_logits", "output_hidden_states"}
 IDLE |= {"dropout"}  # which is 0
+IDLE |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "read_index", "write_index"}
+IDLE |= {"logits_indices", "logits_processor_args"}  # of continuous batching
 """Arguments that change nothing in `sdpa` and eager attention of a few tokens, whose mask says what they see."""
 
 _EAGER_NAMES = ARITHMETIC | {"repeat_kv", "num_key_value_groups", "head_dim", "sinks", "max", "values"}
@@ -416,21 +419,61 @@ def _attention(
     scaling: float | None = None,
     then: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     are_ours: bool = False,
+    positions: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As transformers' attention functions: query [B, H, n, D] over key and value [B, G, S, ...], to [B, n, H, W]; or
     what the linear layer of `then`, weight and bias, makes of it, [B, n, rows], where the kernel computes both.
+    `positions`: which keys and values are those of the tokens.
     """
     asked: Callable[..., torch.Tensor] | None = module.__dict__.get("_expertly_asked")
     if asked is not None:
         return asked(query, key, value, {**more, "scaling": scaling}), None
-    if not is_native(module, query, key, value, attention_mask, scaling, more, are_ours):
+    if not is_native(module, query, key, value, attention_mask, scaling, more, are_ours, positions):
+        if positions is not None:
+            key, value = key.index_select(2, positions), value.index_select(2, positions)
         function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(_name_of(module), eager_of(module))
         return function(module, query, key, value, attention_mask, scaling=scaling, **more)  # type: ignore[no-any-return]
     scale, softcap = query.shape[-1] ** -0.5 if scaling is None else scaling, more.get("softcap") or 0.0
     kernels: Kernels = module._expertly_kernels
     sinks = more.get("s_aux")
-    return kernels.attention(query, key, value, scale, attention_mask, softcap=softcap, sinks=sinks, then=then), None
+    called: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "positions": positions, "then": then}
+    return kernels.attention(query, key, value, scale, attention_mask, **called), None
+
+
+def keep(
+    cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Have a KV cache keep keys and values [B, heads, n, D] of new tokens. Returns those of all, [B, heads, S, D]; or,
+    without copying them, all of the cache, and which those are. `kwargs`: of attention, which a paged cache changes.
+    """
+    kept = paged(cache, layer, key, kwargs)
+    if kept is None:
+        of_paged = {"kwargs": kwargs} if CACHE == "cache" else {}
+        return *cache.update(key, value, layer, **of_paged), None
+    keys, values, write, read = kept
+    for memory, new in ((keys, key), (values, value)):
+        memory[0].index_copy_(1, write, new[0])
+    return keys, values, read
+
+
+def paged(
+    cache: Any, layer: int, new: torch.Tensor, kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """All keys and all values [1, heads, rows, D] of a layer of a paged cache in the host's memory, in which rows of
+    them the new tokens are to be put, and which then are those of the pass. None: it is another cache, or `update` is
+    to return other rows.
+    """
+    if type(cache) is not PagedAttentionCache or not new.is_cpu or kwargs.get("block_table") is not None:
+        return None
+    allocator: Any = getattr(cache, "layer_to_allocator", {}).get(layer)
+    if type(allocator).__name__ != "FullAttentionCacheAllocator":  # not in transformers 5.17; others keep a window
+        return None
+    write, read = (kwargs[name][allocator.index] for name in ("write_index", "read_index"))
+    keys, values = (rows.transpose(0, 1).unsqueeze(0) for rows in allocator._kv_token_views[layer])
+    if not read.numel() or keys.dtype != new.dtype or read.dtype != torch.int64 or not read.is_contiguous():
+        return None
+    return keys, values, write, read
 
 
 def _name_of(module: Any) -> str:
@@ -447,6 +490,7 @@ def is_native(
     scaling: Any,
     more: dict[str, Any],
     are_ours: bool,
+    positions: torch.Tensor | None = None,
 ) -> bool:
     """Whether the attention that a user asks for is what the kernel computes, with these arguments. `are_ours`: kernels
     have just written query, key and value, so they are plain.
@@ -462,16 +506,18 @@ def is_native(
     else:
         is_known = name == "eager" and _is_known_eager(module, scaling, more)
     num_tokens, sinks = query.shape[2], more.get("s_aux")
+    num_keys = key.shape[2] if positions is None else positions.numel()
     if (
         not is_known
         or not (are_ours or are_plain(query, key, value))
         or num_tokens > kernels.most_tokens(query.dtype, None)
-        or key.shape[:3] != value.shape[:3]
+        or key.shape[:2] != value.shape[:2]
+        or (positions is None and key.shape[2] != value.shape[2])
         or (key.shape[0], key.shape[3]) != (query.shape[0], query.shape[3])
         or not query.stride(3) == key.stride(3) == value.stride(3) == 1
         or query.shape[1] % key.shape[1]
         or not query.numel()
-        or not key.shape[2]
+        or not num_keys
         or (sinks is not None and not (are_plain(sinks) and sinks.shape == query.shape[1:2] and sinks.is_contiguous()))
         or (sinks is not None and sinks.dtype not in kernels.dtypes)
         or more.get("dropout")
@@ -480,10 +526,10 @@ def is_native(
     if mask is None:
         return num_tokens == 1
     return (
-        (num_tokens == 1 or num_tokens < key.shape[2])  # else it is a prompt
+        (num_tokens == 1 or num_tokens < num_keys)  # else it is a prompt
         and are_plain(mask)
         and mask.dim() == 4
-        and mask.shape[2:] == (num_tokens, key.shape[2])
+        and mask.shape[2:] == (num_tokens, num_keys)
         and mask.shape[0] in (1, query.shape[0])
         and mask.shape[1] in (1, query.shape[1])
         and (mask.shape[3] == 1 or mask.stride(3) == 1)
@@ -597,10 +643,11 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
         room = None if cache is None else places(cache, self.layer_idx, hidden_states)
         cos, sin = position_embeddings
         query, key, value = kernels.projections(hidden_states, joined.projections, cos, sin, room)
+        positions = None
         if cache is not None and room is None:
-            of_paged = {"kwargs": kwargs} if CACHE == "cache" else {}
-            key, value = cache.update(key, value, self.layer_idx, **of_paged)
-        more = {"then": joined.then, "are_ours": room is not None, **joined.more, **kwargs}
+            key, value, positions = keep(cache, self.layer_idx, key, value, kwargs)
+        is_kept = room is not None or positions is not None
+        more = {"then": joined.then, "are_ours": is_kept, "positions": positions, **joined.more, **kwargs}
         out, weights = _attention(self, query, key, value, attention_mask, **more)
         if out.dim() == 4:
             out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))

@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model import routers
-from expertly.model.dense import ROUTER_NAMES, NamesAttention, eager_of, is_usual_attention
+from expertly.model.dense import ROUTER_NAMES, NamesAttention, eager_of, is_usual_attention, keep
 from expertly.model.hooks import CACHE, AsTried, experts_modules, look_alike, original_of
 from expertly.native.kernels import Kernels, UnsureError
 
@@ -240,11 +240,12 @@ class LayerGraphs:
         at, attention, cache = self._at, self._attention, kwargs.get(CACHE)
         key, value = at.key, at.value
         passed = {name: kwargs[name] for name in self._passed}
+        positions = None
         if cache is not None:
-            of_paged = {"kwargs": passed} if CACHE == "cache" else {}
-            key, value = cache.update(key, value, attention.layer_idx, **of_paged)
+            key, value, positions = keep(cache, attention.layer_idx, key, value, passed)
         ask = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_of(attention))
         more = {**self._more, **passed, "scaling": self._scaling}
+        more |= {} if positions is None else {"positions": positions}
         at.attended.copy_(ask(attention, at.query, key, value, kwargs.get("attention_mask"), **more)[0])
 
     def _mix(self) -> None:

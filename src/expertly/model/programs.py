@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from expertly.model.dense import IDLE, is_native
+from expertly.model.dense import IDLE, is_native, paged
 from expertly.model.graphs import LayerGraphs, use_graphs
 from expertly.model.hooks import CACHE, Runtime, places
 from expertly.native.kernels import STEPS, ChosenExperts, Kernels, UnsureError, double_bits, point_at, put_into
@@ -250,32 +250,40 @@ class LayerProgram(LayerGraphs):
         return self._steps
 
     def _place(self, kwargs: dict[str, Any]) -> bool:
-        """Have attention run where the KV cache has room for the token and nobody asks for what the kernel is not;
+        """Have attention run where the KV cache has room for the tokens and nobody asks for what the kernel is not;
         whether it does.
         """
         projected, cache, mask = self._projected, kwargs.get(CACHE), kwargs.get("attention_mask")
         if projected is None:
             return False
-        at, layer, key, room = self._at, self._attention.layer_idx, self._at.key, None
-        num_tokens = at.hidden.shape[1]
+        at, layer, num_tokens, positions = self._at, self._attention.layer_idx, self._at.hidden.shape[1], None
+        keys = values = at.key
+        room: Sequence[torch.Tensor] | None = None
         if type(cache) is not DynamicCache:
-            put_into(projected, None, num_tokens)
-            return False
-        if mask is not None:  # for more keys than there are
-            key = key[:, :, :1].expand(-1, -1, cache.get_seq_length(layer) + num_tokens, -1)
+            kept = paged(cache, layer, at.key, kwargs) if num_tokens == 1 else None
+            if kept is None or kept[2].numel() != 1:
+                put_into(projected, None, num_tokens)
+                return False
+            keys, values, row, positions = kept
+        elif mask is not None:  # for more keys than there are
+            keys = values = keys[:, :, :1].expand(-1, -1, cache.get_seq_length(layer) + num_tokens, -1)
         name = object.__getattribute__(self._attention.config._expertly_config, "_attn_implementation")
         usual = ALL_ATTENTION_FUNCTIONS[name] if name == "sdpa" and mask is None and self._is_idle else None
         is_known = usual is not None and usual is self._native_as
         if not is_known:
             more = self._more | {name: kwargs[name] for name in self._passed}
-            is_known = is_native(self._attention, at.query, key, key, mask, self._scaling, more, are_ours=True)
+            how = self._scaling, more, True, positions
+            is_known = is_native(self._attention, at.query, keys, values, mask, *how)
             self._native_as = usual if is_known else None
-        if is_known:
+        if is_known and positions is not None:
+            end = int(row) + 1
+            room = keys[:, :, :end], values[:, :, :end]
+        elif is_known:
             room = places(cache, layer, at.hidden)
+            keys, values = room or (keys, values)
         put_into(projected, room, num_tokens)
         if room is not None:
-            keys, values = room
-            point_at(self._asked, keys, values, mask, self._shared.kernels.dtypes)
+            point_at(self._asked, keys, values, mask, self._shared.kernels.dtypes, positions)
         return room is not None
 
 

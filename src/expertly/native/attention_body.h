@@ -43,14 +43,15 @@ INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batc
     NAME(leave_out)(N, a, batch, head, first, &begin, &end);
     const int64_t itemsize = NAME(itemsize)(dtype), num = end - begin;
     const int64_t key_full = a->key_width / BLOCK * BLOCK, value_full = a->value_width / BLOCK * BLOCK;
-    const char *keys = a->k + batch * a->k_strides[0] + head * a->k_strides[1] + begin * a->k_strides[2];
-    const char *values = a->v + batch * a->v_strides[0] + head * a->v_strides[1] + begin * a->v_strides[2];
+    const char *keys = a->k + batch * a->k_strides[0] + head * a->k_strides[1];
+    const char *values = a->v + batch * a->v_strides[0] + head * a->v_strides[1];
+    const int64_t *positions = a->positions;
     float scores[4][KEYS_CHUNK];
     const float *q[4];
     for (int t = 0; t < N; t++)
         q[t] = a->q + ((batch * a->num_kv_heads + head) * a->num_rows + first + t) * a->padded_key_width;
     for (int64_t s = 0; s < num; s++) {
-        const char *p = keys + s * a->k_strides[2];
+        const char *p = keys + (positions == NULL ? begin + s : positions[begin + s]) * a->k_strides[2];
         vf even[4], odd[4];
         for (int t = 0; t < N; t++) even[t] = odd[t] = (vf){0};
         for (int64_t j = 0; j < key_full; j += BLOCK) NAME(dot_block)(dtype, N, p + j * itemsize, q, j, even, odd);
@@ -89,7 +90,7 @@ INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batc
         vf even[4], odd[4];
         for (int t = 0; t < N; t++) even[t] = odd[t] = (vf){0};
         for (int64_t s = 0; s < num; s++) {
-            const char *p = values + s * a->v_strides[2] + j * itemsize;
+            const char *p = values + (positions == NULL ? begin + s : positions[begin + s]) * a->v_strides[2] + j * itemsize;
             char tail[BLOCK * 4] = {0};
             if (j >= value_full) {
                 memcpy(tail, p, (size_t)((a->value_width - value_full) * itemsize));

@@ -43,7 +43,7 @@ those of a prompt for which a tile of quantised weights is decoded once.
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 31
+VERSION = 32
 """Of the interface that is called here; products.c says the same number."""
 
 PLAIN = (nn.Parameter, torch.Tensor)
@@ -258,10 +258,18 @@ class Projections:
 
 
 def point_at(
-    call: array[int], k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dtypes: Mapping[torch.dtype, int]
+    call: array[int],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dtypes: Mapping[torch.dtype, int],
+    positions: torch.Tensor | None = None,
 ) -> None:
-    """Have a call of attention read these keys, values and mask."""
+    """Have a call of attention read these keys, values and mask; of keys and values those at `positions`."""
     call[4], call[8], call[9] = k.shape[2], k.data_ptr(), v.data_ptr()
+    call[27], call[28] = 0, min(k.shape[2], v.shape[2])
+    if positions is not None:
+        call[4], call[27] = positions.numel(), positions.data_ptr()
     call[16], call[17], call[18] = k.stride()[:3]
     call[19], call[20], call[21] = v.stride()[:3]
     call[10] = 0
@@ -424,19 +432,21 @@ class Kernels:
         *,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
         then: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
         """Attention [B, n, H, W] of queries [B, H, n, D] over keys [B, G, S, D] and values [B, G, S, W], G dividing H.
 
         `mask` [B or 1, H or 1, n, S] says what is seen, or is added to the scores; `softcap`
         bounds scores by a tanh; `sinks` [H] are scores that take their share of the softmax and have no value. Widths
-        lie side by side. `then`: what the linear layer of this weight [rows, H * W] and bias [rows], contiguous, makes
-        of it instead, [B, n, rows], of at most most_tokens. Raises MemoryError.
+        lie side by side. `positions` int64 [S], contiguous: which keys and values of one sequence are read, instead of
+        all. `then`: what the linear layer of this weight [rows, H * W] and bias [rows], contiguous, makes of it
+        instead, [B, n, rows], of at most most_tokens. Raises MemoryError.
         """
         num_batches, num_heads, num_tokens, _ = q.shape
         out = q.new_empty(num_batches, num_tokens, num_heads, v.shape[3])
         call = self.attention_call(q, k, v, out, sinks)
-        point_at(call, k, v, mask, self.dtypes)
+        point_at(call, k, v, mask, self.dtypes, positions)
         projected = out
         if then is not None:
             weight, bias = then
@@ -460,7 +470,7 @@ class Kernels:
             (
                 *(num_batches, num_heads, k.shape[1], num_tokens, 0, key_width, v.shape[3], q.data_ptr(), 0, 0, 0),
                 *(_address(sinks), out.data_ptr(), *q.stride()[:3], *(0,) * 9),
-                *(BOOLEAN, 0 if sinks is None else self.dtypes.get(sinks.dtype, 0), 0, 0, 0, 0),
+                *(BOOLEAN, 0 if sinks is None else self.dtypes.get(sinks.dtype, 0), 0, 0, 0, 0, 0, 0),
             ),
         )
 

@@ -164,7 +164,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 31; }
+int expertly_products_version(void) { return 32; }
 
 /* Tables to decode with, as GRIDS has them, before anything is decoded. */
 int expertly_products_grids(const char *bytes, int64_t nbytes) {
@@ -564,6 +564,8 @@ typedef struct {
     int64_t q_strides[3], k_strides[3], v_strides[3]; /* in numbers */
     int64_t mask_strides[3];                          /* in bytes */
     int64_t mask_dtype, sinks_dtype;
+    const int64_t *positions; /* [num_keys], of one sequence's keys and values, each below num_positions; or NULL */
+    int64_t num_positions;
     const char *then_weight, *then_bias; /* [then_rows, heads * value_width], [then_rows]: of a linear layer, or NULL */
     int64_t then_rows;
     char *then_out; /* [B * n, then_rows] */
@@ -578,6 +580,8 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
     if (!takes(set, dtype)) return -1;
     if (num_batches < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads || call->num_tokens < 1) return -1;
     if (call->num_keys < 1 || call->key_width < 1 || call->value_width < 1) return -1;
+    for (int64_t s = 0; call->positions != NULL && s < call->num_keys; s++)
+        if (num_batches > 1 || call->positions[s] < 0 || call->positions[s] >= call->num_positions) return -1;
     const int64_t rows = heads / kv_heads * call->num_tokens, block = set->block;
     const int64_t padded_key = (call->key_width + block - 1) / block * block;
     const int64_t padded_value = (call->value_width + block - 1) / block * block;
@@ -606,7 +610,7 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
         .num_kv_heads = kv_heads, .num_rows = rows,
         .num_tokens = call->num_tokens, .num_keys = call->num_keys, .key_width = call->key_width,
         .padded_key_width = padded_key, .value_width = call->value_width, .padded_value_width = padded_value,
-        .k = call->k, .v = call->v, .mask = call->mask, .q = memory, .sinks = call->sinks == NULL ? NULL : sinks,
+        .k = call->k, .v = call->v, .positions = call->positions, .mask = call->mask, .q = memory, .sinks = call->sinks == NULL ? NULL : sinks,
         .softcap = (float)softcap, .partial = memory + q_floats, .partial_width = partial_width, .left = left,
         .out = call->out, .num_chunks = num_chunks, .chunks = {.num = jobs * num_chunks},
     };

@@ -295,6 +295,7 @@ typedef struct {
     int64_t num_kv_heads, num_rows, num_tokens, num_keys;
     int64_t key_width, padded_key_width, value_width, padded_value_width;
     const char *k, *v, *mask;
+    const int64_t *positions; /* of keys and values; NULL: one after the other */
     int64_t k_strides[3], v_strides[3], mask_strides[3];
     const float *q;     /* scaled, [B, key heads, rows, padded_key_width], in the order of `place` */
     const float *sinks; /* [heads]: a score in each softmax that has no value; or NULL */
