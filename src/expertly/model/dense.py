@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.integrations.eager_paged import eager_paged_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
@@ -503,6 +504,9 @@ def is_native(
         is_known = ALL_ATTENTION_FUNCTIONS[name] is sdpa_attention_forward and (
             (scaling is None or type(scaling) is float) and (more.keys() <= IDLE or _are_known(more, IDLE))
         )
+    elif name == "paged|eager":  # which knows no bound
+        usual = ALL_ATTENTION_FUNCTIONS[name] is eager_paged_attention_forward
+        is_known = usual and not more.get("softcap") and _is_known_eager(module, scaling, more)
     else:
         is_known = name == "eager" and _is_known_eager(module, scaling, more)
     num_tokens, sinks = query.shape[2], more.get("s_aux")
