@@ -629,6 +629,8 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
     ) -> Any:
         if cache is None:
             cache = kwargs.pop("past_key_values", None)
+        elif "past_key_values" in kwargs:  # the paged cache of transformers 5.17, beside the usual one
+            return original.forward(self, hidden_states, position_embeddings, attention_mask, cache=cache, **kwargs)
         joined: Joined | None = self._expertly_joined
         few = (
             original.forward is as_tried

@@ -187,6 +187,7 @@ class LayerGraphs:
             type(hidden) is not type(like)
             or (hidden.dtype, hidden.device) != (like.dtype, like.device)
             or type(kwargs.get(CACHE)) not in (type(None), DynamicCache, PagedAttentionCache)
+            or (CACHE != "cache" and "cache" in kwargs)  # the paged cache of transformers 5.17, beside the usual one
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled(hidden.device.type)
             or layer.training
