@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig
 
 from expertly.core.errors import ConfigError
 from expertly.model.batching import Batch, Entry, Limits
@@ -21,6 +22,10 @@ from expertly.store.pages import KeptPages, remove_pages
 from tests.families import VOCAB_SIZE, generate, make_model
 
 PAGE = 8  # tokens
+
+keeps_all = pytest.mark.skipif(
+    not hasattr(ContinuousBatchingConfig, "page_size"), reason="transformers 5.17 forgets a page, and drops others"
+)
 
 
 class Passes:
@@ -137,6 +142,19 @@ def test_pages_are_taken_as_texts_grow_and_the_youngest_gives_way() -> None:
         assert list(made.tokens.values()) == expected
 
 
+def test_prompts_begin_in_the_order_of_arrival() -> None:
+    """One that needs more pages than are free is not overtaken by those that need fewer."""
+    with passes(num_pages=14) as made:
+        made.ask("first", drawn(50, 0), 50)
+        made.before = lambda number: (
+            made.ask(f"small {number}", drawn(4, number), 2) if number in range(3, 20) else None
+        )
+        made.ask("large", drawn(60, 1), 2)
+        made.wait()
+        assert min(made.first[name] for name in made.first if name.startswith("small")) > 50
+        assert made.first["large"] > 50, "there is no room before the first has ended"
+
+
 def test_what_is_written_again_is_read_from_the_cache() -> None:
     """Of a text that was preempted, no more is computed again than others took of its pages."""
     with passes(num_pages=14) as made:
@@ -148,25 +166,32 @@ def test_what_is_written_again_is_read_from_the_cache() -> None:
         assert computed - least <= 6 * PAGE
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one_nor_the_long_one_for_ever() -> None:
-    with passes(num_pages=400, budget=64) as made:
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    with passes(num_pages=400) as made:
         made.ask("long", drawn(1000, 0), 2)
         made.ask("middle", drawn(300, 1), 2)
-        short = iter(range(100))
-        came = {}
+        came = {f"short {number}": number for number in range(3, 30)}
+        made.before = lambda number: (
+            made.ask(f"short {number}", drawn(12, number), 3) if number in came.values() else None
+        )
+        made.wait()
+        assert max(made.first[name] - number for name, number in came.items()) == 1, "the next pass has its first token"
+        assert made.first["middle"] < made.first["long"]
 
-        def come(number: int) -> None:
-            if "long" not in made.first and number > 2:
-                name = f"short {next(short)}"
-                came[name] = number
-                made.ask(name, drawn(12, number), 3)
 
+@pytest.mark.parametrize(("num_new", "length"), [(1, 12), (5, 13), (1, 100)])
+def test_a_long_prompt_is_read_whatever_comes(num_new: int, length: int) -> None:
+    """With each pass others come that have less left: at least half of every fourth pass is the oldest's own."""
+
+    def come(number: int) -> None:
+        for each in range(num_new if "long" not in made.first else 0):
+            made.ask(f"{number} {each}", drawn(length, 10 * number + each), 1)
+
+    with passes(num_pages=2000) as made:
+        made.ask("long", drawn(600, 0), 1)
         made.before = come
         made.wait()
-        waited = [made.first[name] - number for name, number in came.items()]
-        assert max(waited) == 1, "each has its first token in the next pass"
-        assert made.first["middle"] < made.first["long"]
-        assert made.first["long"] <= 2 * (1000 // 26), "half of every other pass is its own"
+        assert made.first["long"] <= 4 * (600 // 32 + 1)
 
 
 def test_a_short_prompts_pass_holds_no_part_of_a_long_one() -> None:
@@ -177,13 +202,17 @@ def test_a_short_prompts_pass_holds_no_part_of_a_long_one() -> None:
         assert made.sizes[3] == 12 and made.sizes[2] == made.sizes[4] == 64
 
 
-def test_a_second_turn_reads_what_is_new_and_at_most_a_page() -> None:
-    with passes(num_pages=60) as made:
-        made.ask("first", first := drawn(130, 0), 21)
+@keeps_all
+@pytest.mark.parametrize("written", range(1, 2 * PAGE, 3))
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_second_turn_reads_what_is_new_and_at_most_a_page(written: int, is_preempted: bool) -> None:
+    first = drawn(130, 0)
+    with passes(num_pages=36) as made:  # "old" has 19 when "first" takes the other 17, and soon needs one more
+        made.ask("old", drawn(150, 7), 6 * PAGE if is_preempted else 1)
+        made.before = lambda number: made.ask("first", first, written) if number == 3 else None
         made.wait()
+        assert (made.batch.num_preempted() > 0) == is_preempted
         history = [*first, *made.tokens["first"]]
-        made.ask("other", drawn(200, 5), 20)  # takes pages that nothing is kept in
-        made.wait()
         before = sum(made.sizes)
         made.ask("second", [*history, *drawn(10, 1)], 1)
         made.wait()
@@ -191,8 +220,9 @@ def test_a_second_turn_reads_what_is_new_and_at_most_a_page() -> None:
         assert made.cached["second"] >= len(history) - PAGE
 
 
+@keeps_all
 def test_pages_that_are_needed_are_taken_from_the_ends_of_kept_texts() -> None:
-    """Two thirds of a kept text stay useful when a third of its pages is needed for another."""
+    """The beginning of a kept text stays useful when the rest of its pages is needed for another."""
     with passes(num_pages=32) as made:
         made.ask("kept", prompt := drawn(24 * PAGE, 0), 1)
         made.wait()
@@ -200,7 +230,7 @@ def test_pages_that_are_needed_are_taken_from_the_ends_of_kept_texts() -> None:
         made.wait()
         made.ask("again", prompt, 1)
         made.wait()
-        assert made.cached["again"] == 16 * PAGE
+        assert made.cached["again"] == 17 * PAGE
 
 
 def test_a_prompt_that_several_texts_have_is_read_once() -> None:
@@ -210,6 +240,27 @@ def test_a_prompt_that_several_texts_have_is_read_once() -> None:
         made.wait()
         assert sum(made.sizes) <= 150 + 2 * PAGE + 3 * 3
         assert made.tokens["0"] == made.tokens["1"] == made.tokens["2"]
+
+
+def test_texts_that_share_more_than_a_pass_may_read_take_turns_with_others() -> None:
+    """A pass reads no more tokens from the cache than that has; four texts with one prompt would read twice as many."""
+    shared, other = drawn(150, 0), drawn(100, 1)
+    expected = [generate(tiny("qwen3_moe"), [prompt], size)[0] for prompt, size in ((shared, 40), (other, 5))]
+
+    def look(number: int) -> None:
+        lengths = [len(made.tokens[f"{each}"]) for each in range(4)]
+        assert number < 8 or max(lengths) - min(lengths) <= 15
+        if number == 8:
+            made.ask("other", other, 5)
+
+    with passes(num_pages=44) as made:  # 352 tokens
+        for number in range(4):
+            made.ask(f"{number}", shared, 40)
+        made.before = look
+        made.wait()
+        assert [made.tokens[name] for name in made.tokens] == [expected[0]] * 4 + [expected[1]]
+        assert made.first["other"] <= 8 + 2 * 2, "it is read in two parts"
+        assert made.batch.num_preempted() == 0
 
 
 def test_what_was_read_and_written_is_found_on_disk_after_a_restart(tmp_path: Path) -> None:

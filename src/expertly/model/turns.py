@@ -36,6 +36,7 @@ class Turns(Scheduler):  # type: ignore[misc]
         super().reset()
         self.num_preempted = 0
         self._in_pass: set[str] = set()  # of the last pass
+        self._are_parts_first = False  # what was being written left no room for them in the last pass
         self._are_long_owed = False  # the last pass had room for parts of long prompts, and none in it
         self._is_oldests_turn = False  # of long prompts, the last parts were first of the oldest, not of the shortest
         # none in transformers 5.17, which counts kept pages as free and drops them itself
@@ -45,10 +46,13 @@ class Turns(Scheduler):  # type: ignore[misc]
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any], bool, int, int]:
         self._grow()
         self._begin()
-        turns = list({state.request_id: state for state in (*self._writing(), *self._parts(token_budget))}.values())
+        writing, parts = self._writing(), self._parts(token_budget)
+        ordered = [*parts, *writing] if self._are_parts_first else [*writing, *parts]
+        turns = list({state.request_id: state for state in ordered}.values())
         batch, _, is_decode, num_tokens, num_read = self._process_candidates(turns, token_budget, cache_budget, set())
         self.starved_requests = []
         self._in_pass = {future.state.request_id for future in batch}
+        self._are_parts_first = bool(parts) and not any(state.request_id in self._in_pass for state in parts)
         return batch, is_decode, num_tokens, num_read
 
     def free_share(self) -> float:
@@ -65,7 +69,9 @@ class Turns(Scheduler):  # type: ignore[misc]
         return [state for state in _by_age(self.active_requests.values()) if state.status == status]
 
     def _writing(self) -> list[RequestState]:
-        """Those first that the last pass had no room for: prompts that texts share are read once for each."""
+        """Those first that the last pass had no room for: it may read as many tokens from the cache as that has, and
+        reads those that several texts share for each of them.
+        """
         return sorted(self._of_status(RequestStatus.DECODING), key=lambda state: state.request_id in self._in_pass)
 
     def _parts(self, token_budget: int) -> list[RequestState]:
@@ -153,11 +159,15 @@ class Turns(Scheduler):  # type: ignore[misc]
         self.active_requests.pop(state.request_id, None)
         again = state.create_equivalent_initial_request()
         again.created_time = state.created_time
-        if not state.generated_tokens:  # else it says that this request has written
-            again._true_initial_tokens = state._true_initial_tokens
         self.add_waiting_request(again)
 
     def finish_request(self, request_id: str) -> None:
+        state = self.active_requests.get(request_id)
+        if state is not None and state.status == RequestStatus.FINISHED and self.cache.use_prefix_sharing:
+            tokens, num_done = state.initial_tokens + state.generated_tokens, state.position_offset // self._page_tokens
+            for allocator in self._allocators:  # transformers does not keep the pages that its last pass completed
+                kept = sum(block in allocator.ledger.block_to_hash for block in allocator.block_table[request_id])
+                allocator.mark_complete_blocks(request_id, tokens, num_done - kept)
         self._keep_beginnings([request_id])
         super().finish_request(request_id)
 
