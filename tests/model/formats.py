@@ -146,7 +146,7 @@ FAMILIES = (
         + VALUE
         + "\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
         ("<|im_start|>", "<|im_end|>"),
-        ("<tool_call>", "</tool_call>"),
+        ("<think>", "</think>", "<tool_call>", "</tool_call>"),
     ),
     Family(
         "deepseek-v3",

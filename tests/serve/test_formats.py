@@ -196,3 +196,10 @@ def test_a_grammar_that_allows_nothing_is_an_error(demo: tuple[Any, Any]) -> Non
         for wrong in (endless | {"$defs": {"a": endless}}, schema):
             with pytest.raises(openai.APIStatusError, match=r"structured_outputs|grammar"):
                 serving.complete("Oslo", 100, extra_body={"structured_outputs": {"json": wrong}})
+
+
+def test_only_a_template_that_shows_reasoning_lets_it_come_before_a_forced_call(demo: tuple[Any, Any]) -> None:
+    with saying(demo, BY_NAME["qwen3-coder"], "<think>\nHm.\n</think>\nYes.") as serving:
+        free, forced = (ask(serving, tools=[FORCED], tool_choice=choice) for choice in ("auto", "required"))
+        assert (free.choices[0].message.reasoning_content, free.choices[0].message.content) == ("Hm.\n", "Yes.")
+        assert forced.choices[0].message.tool_calls and not hasattr(forced.choices[0].message, "reasoning_content")

@@ -55,7 +55,7 @@ class CallFormat:
         if opening:
             return _compiled(_SPACE + opening)
         # nothing marks it: it is JSON, or Python
-        start = r'\{\s*"(?:type|name|parameters|function)"' + rf"|\[\s*{_NAME}\("  # nothing marks it: JSON, or Python
+        start = r'\{\s*"(?:type|name|parameters|function)"' + rf"|\[\s*{_NAME}\("
         return _compiled(rf"[\s;,]*+(?:<\|python_(?:tag|start)\|>)?\s*+(?={start})")
 
     @cached_property

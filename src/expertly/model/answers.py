@@ -67,12 +67,13 @@ class AnswerPart:
 class AnswerFormat:
     """How a model's answers are parsed: by the response template that its tokenizer brings, if the prompt begins an
     answer as that says, else by the format that its chat template and vocabulary show. `thinks`: it may write
-    reasoning.
+    reasoning; `is_asked_to`: the template shows how.
     """
 
     template: dict[str, Any] | None = None
     calls: CallFormat = HERMES
     thinks: bool = True
+    is_asked_to: bool = True
 
     @classmethod
     def of(cls, tokenizer: Any, source: str, added: Collection[str]) -> AnswerFormat:
@@ -83,7 +84,8 @@ class AnswerFormat:
             if name in _REASONING and {type(known.get(mark)) for mark in ("open", "close")} == {str}:
                 return cls(template, replace(calls, think=(known["open"], known["close"])))
         mark = calls.think[0].partition(">")[0]
-        return cls(template, calls, mark in source or any(token.startswith(mark) for token in added))
+        is_shown = mark in source
+        return cls(template, calls, is_shown or any(token.startswith(mark) for token in added), is_shown)
 
     def reader(
         self,

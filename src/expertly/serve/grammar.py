@@ -72,9 +72,8 @@ class Rules:
 
     def text(self, text: str) -> str:
         """Exactly `text`."""
-        pieces = re.split(f"({self._tokens_re.pattern})", text)
-        known, parts = self._tokens, filter(None, pieces)
-        return " ".join(f"<[{known[part]}]>" if part in known else quoted(part) for part in parts)
+        known, parts = self._tokens, re.split(f"({self._tokens_re.pattern})", text)
+        return " ".join(f"<[{known[part]}]>" if part in known else quoted(part) for part in parts if part)
 
     def until(self, mark: str) -> str:
         """Any text up to `mark`, and `mark`."""
@@ -106,12 +105,10 @@ class Rules:
         """One call of one of `tools`."""
         calls = []
         for number, tool in enumerate(tools):
-            parameters = {"type": "object"} | (tool.function.parameters or {})
-            closed = (
-                {} if _OPEN & parameters.keys() or "properties" not in parameters else {"additionalProperties": False}
-            )
             # a document of its own: its references are to its own definitions
-            schema: dict[str, Any] = closed | {"$id": f"urn:tool:{number}"} | parameters
+            schema: dict[str, Any] = {"$id": f"urn:tool:{number}", "type": "object"} | (tool.function.parameters or {})
+            if "properties" in schema and not _OPEN & schema.keys():
+                schema = {"additionalProperties": False} | schema
             if form.kind == "object" and not form.open_mark:  # which the library can tell from another object
                 properties = {"name": {"const": tool.function.name}, "parameters": schema}
                 required = {"required": list(properties), "additionalProperties": False}
@@ -128,8 +125,9 @@ class Rules:
     def _parameters(self, form: CallFormat, schema: dict[str, Any]) -> str:
         parts = []
         shared: dict[str, Any] = {name: schema[name] for name in ("$id", "$defs", "definitions") if name in schema}
-        if not isinstance(properties := schema.get("properties", {}), dict):
-            raise invalid(f"tools: parameters.properties: {properties!r:.100}; accepted: an object", "tools")
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            raise invalid("tools: parameters: accepted: properties in an object, required in a list", "tools")
         for key, part in properties.items():
             is_text = types_of(schema, key) == {"string"}
             opening, _, closing = form.parameter.replace("{key}", key).partition("{value}")
@@ -142,13 +140,13 @@ class Rules:
                 value = f"{choices} {self.text(closing)}"
             else:
                 value = self.until(closing.lstrip())
-            parts.append(self.add(f"{self.text(opening)} {value}") + "?" * (key not in schema.get("required", ())))
+            parts.append(self.add(f"{self.text(opening)} {value}") + "?" * (key not in required))
         return " ".join(parts)
 
     def thought(self, answers: AnswerFormat, stage: Stage) -> str:
         """The reasoning that may come before."""
         opening, closing = answers.calls.think
-        if stage not in ("thinks", "may think"):
+        if stage not in ("thinks", "may think") or (stage == "may think" and not answers.is_asked_to):
             return ""
         if answers.calls.kind == "harmony":
             closing += "<|start|>assistant"
