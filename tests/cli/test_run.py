@@ -8,7 +8,6 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -213,29 +212,29 @@ def test_an_answer_without_a_length_that_was_asked_for_leaves_room_for_the_next_
 def test_at_a_terminal(chatting: Path, tmp_path: Path):
     """Pasted lines are one message, Ctrl-C stops an answer, Ctrl-D ends; what was measured stands in the terminal."""
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
-    own, terminal = pty.openpty()
-    words = (sys.executable, "-m", "expertly", "run", chatting, "--memory", "50%", "--max-new-tokens", "400")
-    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
-    running = subprocess.Popen(words, env=environment, start_new_session=True, **streams)
-    os.close(terminal)
+    words = (sys.executable, "-m", "expertly", "run", str(chatting), "--memory", "50%", "--max-new-tokens", "400")
+    running, own = pty.fork()
+    if running == 0:
+        os.execve(sys.executable, words, environment)
     shown = b""
 
-    def until(word: bytes) -> None:
+    def until(word: bytes) -> bytes:
         nonlocal shown
         while word not in shown:
             assert select.select([own], [], [], 120)[0], shown
             shown += os.read(own, 1 << 16)
-        shown = shown.partition(word)[2]
+        before, _, shown = shown.partition(word)
+        return before
 
     until(b"\x1b[?2004h")  # a terminal is asked to mark what is pasted: it waits for a message
     os.write(own, PASTE.format("one\ntwo").encode() + b"\r")
     until(b"two")
     time.sleep(1.0)
-    os.kill(running.pid, signal.SIGINT)
-    until(b"| stopped]")
+    os.write(own, b"typed meanwhile\x03")
+    assert b"typed meanwhile" not in until(b"| stopped]"), "it would stand in the answer"
     until(b"\x1b[?2004h")
     os.write(own, b"\x04")
-    assert running.wait(60) == 0
+    assert os.waitpid(running, 0)[1] == 0
     os.close(own)
     assert (tmp_path / "expertly" / "history").read_text().endswith("\n+one\n+two\n")
 

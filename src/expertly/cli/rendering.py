@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,8 @@ def shown(out: TextIO, is_plain: bool) -> Iterator[Callable[[str], None]]:
     is_terminal = out.isatty()
     if is_terminal and not is_plain and os.environ.get("TERM") not in ("dumb", "unknown"):
         blocks = _Blocks(Console(file=out))
-        with Live(console=blocks.console, auto_refresh=False, transient=True, redirect_stdout=False) as live:
+        drawing = Live(console=blocks.console, auto_refresh=False, transient=True, redirect_stdout=False)
+        with _without_echo(), drawing as live:
             yield lambda piece: blocks.add(piece.translate(CONTROLS), live)
             blocks.end(live)
         return
@@ -43,6 +45,26 @@ def shown(out: TextIO, is_plain: bool) -> Iterator[Callable[[str], None]]:
 
     yield write
     write("\n")
+
+
+@contextmanager
+def _without_echo() -> Iterator[None]:
+    """Keys that are pressed, as Ctrl-C, leave no mark: it would move what is drawn. They are read later."""
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+        is_in_front = os.tcgetpgrp(terminal) == os.getpgrp()  # else the terminal would stop this process
+    except (OSError, ValueError, termios.error):
+        is_in_front = False
+    if not is_in_front:
+        yield
+        return
+    local = before[3] & ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSADRAIN, [*before[:3], local, *before[4:]])
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 class _Blocks:
