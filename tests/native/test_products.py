@@ -9,14 +9,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from expertly.native import kernels as kernels_module
-from expertly.native.kernels import ACCEPTED, NO_DOWN, TASK_TOKENS, Kernels, libraries, spins_shortly
-from tests.native.between import activated, down_products, inner_products, with_biases
+from expertly.native.kernels import ACCEPTED, TASK_TOKENS, Kernels, libraries, spins_shortly
+from tests.native.exact import make_experts
 
 AVAILABLE = libraries()
 
@@ -45,18 +46,9 @@ def values(dice: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tens
 
 
 def dots(kernels: Kernels, rows: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[M, n, r] of rows [r, M, H] times x [n, H]."""
-    out = torch.full((rows.shape[1], len(x), len(rows)), torch.nan, dtype=rows.dtype)
-    size = rows.element_size()
-    inner_products(kernels, (rows.data_ptr(), 0, len(x), 0), x, out, rows.stride(0) * size, rows.stride(1) * size, bias)
-    return out
-
-
-def sums(kernels: Kernels, rows: torch.Tensor, h: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
-    """[n, H] of h [n, r] times rows [r, H]; or added to `total`."""
-    out = torch.full((len(h), rows.shape[1]), torch.nan, dtype=rows.dtype) if total is None else total
-    row_nbytes = rows.stride(0) * rows.element_size()
-    down_products(kernels, (rows.data_ptr(), 0, len(h), 0), h, out, row_nbytes, adds=total is not None)
+    """[n, r] of rows [r, H], which need not lie side by side, times x [n, H]."""
+    out = torch.full((len(x), len(rows)), torch.nan, dtype=rows.dtype)
+    kernels.dots(rows.data_ptr(), x, out, rows.stride(0) * rows.element_size(), bias)
     return out
 
 
@@ -76,57 +68,39 @@ def assert_as_exact(actual: torch.Tensor, exact: torch.Tensor, magnitude: torch.
 
 
 @pytest.mark.parametrize("num_tokens", range(1, TASK_TOKENS + 1))
-@pytest.mark.parametrize("num_matrices", [1, 2])
-def test_rows_times_tokens(kernels: Kernels, num_matrices: int, num_tokens: int) -> None:
-    dice, pick = torch.Generator().manual_seed(num_tokens), random.Random(num_matrices)
+def test_rows_times_tokens(kernels: Kernels, num_tokens: int) -> None:
+    dice, pick = torch.Generator().manual_seed(num_tokens), random.Random(num_tokens)
     for dtype in dtypes(kernels):
         for width in WIDTHS:
-            stored = values(dice, pick.choice(NEURONS) + 1, num_matrices + 1, width, dtype=dtype)
-            rows = stored[1:, :num_matrices]  # a matrix besides, as the down rows are
+            rows = values(dice, pick.choice(NEURONS) + 1, 2, width, dtype=dtype)[1:, 0]
             x = values(dice, num_tokens, width, dtype=dtype)
-            exact, magnitude = (torch.einsum("rmh,nh->mnr", *pair) for pair in of_doubles(rows, x))
+            exact, magnitude = (torch.matmul(x, rows.T) for x, rows in of_doubles(x, rows))
             assert_as_exact(dots(kernels, rows, x), exact, magnitude, width)
 
 
 @pytest.mark.parametrize("num_tokens", range(1, TASK_TOKENS + 1))
-def test_rows_weighed_and_summed(kernels: Kernels, num_tokens: int) -> None:
-    dice = torch.Generator().manual_seed(num_tokens)
-    for dtype in dtypes(kernels):
-        for r in NEURONS:
-            for width in (1, 33, 64, 500):
-                stored, h = values(dice, r, 3, width, dtype=dtype), values(dice, num_tokens, r, dtype=dtype)
-                rows = stored[:, 2]
-                exact, magnitude = (torch.matmul(*pair) for pair in of_doubles(h, rows))
-                assert_as_exact(sums(kernels, rows, h), exact, magnitude, r)
-                total = sums(kernels, rows, h, torch.ones(num_tokens, width))
-                assert_as_exact(total, exact + 1, magnitude + 1, r)
-
-
 @pytest.mark.parametrize("num_inner", [1, 2])
-def test_experts_in_one_call(kernels: Kernels, num_inner: int, set_threads: Callable[[int], None]) -> None:
-    """Two products, biases and torch between them, of parts of experts, for any number of threads and tokens."""
-    dice = torch.Generator().manual_seed(0)
-    width, r, begin = 96, 300, 20
-    for dtype in dtypes(kernels):
-        rows = values(dice, 2, r, num_inner + 1, width, dtype=dtype) / 8
-        x = values(dice, TASK_TOKENS, width, dtype=dtype)
+def test_experts_in_one_call(
+    kernels: Kernels, num_inner: int, num_tokens: int, set_threads: Callable[[int], None]
+) -> None:
+    """Parts of two experts that share no tokens, or one, of tokens that lie in a wider tensor; for any number of
+    threads the same bits.
+    """
+    dice = torch.Generator().manual_seed(num_tokens)
+    for dtype, (r, width) in product(dtypes(kernels), zip(NEURONS, (1, 33, 64, 500, 96, 7, 2048), strict=True)):
+        rows = values(dice, 2, r, num_inner + 1, width, dtype=dtype) / 8  # what is added is about as large as biases
+        x = values(dice, num_tokens + 2, width + 3, dtype=dtype)[:, 3:] / width**0.5
         nbytes = (num_inner + 1) * width * dtype.itemsize, width * dtype.itemsize
-        layer = with_biases(dtype, num_inner, width, begin + r, (NO_DOWN,) * 3, nbytes)
-        for n, num_threads in ((1, 1), (1, 2), (3, 2), (TASK_TOKENS, 3)):
-            set_threads(num_threads)
-            tasks = (rows[0].data_ptr(), n, 1, rows[1].data_ptr(), 1, 1)
-            x_rows, out_rows = [*reversed(range(n)), 1], [*range(n, 2 * n), 2 * n]
-            out, added = torch.full((2 * n + 1, width), torch.nan, dtype=dtype), torch.ones(2 * n + 1, width)
-            kernels.experts(layer.products, tasks, x_rows, out_rows, x, out, r, begin, adds=False)
-            kernels.experts(layer.products, tasks, x_rows, out_rows, x, added, r, begin, adds=True)
-            for number, x_of, place in ((0, x[:n].flip(0), slice(n, 2 * n)), (1, x[1:2], slice(2 * n, None))):
-                inner = dots(kernels, rows[number, :, :num_inner], x_of)
-                h = activated(*(one + bias[begin:] for one, bias in zip(inner, layer.inner_bias, strict=True)))
-                expected = sums(kernels, rows[number, :, num_inner], h)
-                layer.assert_same(out[place], expected + layer.down_bias)
-                error = (added[place] - 1 - expected).abs()
-                assert bool((error <= 2**-6 * (1 + expected.abs())).all()), "no bias, not rounded"
-            assert out[:n].isnan().all() and bool((added[:n] == 1).all())
+        addresses = rows[0].data_ptr(), rows[1].data_ptr()
+        experts = make_experts((rows[0], rows[1]), addresses, dtype, nbytes=nbytes, begin=20)
+        for adds, num_of_tokens in product((False, True), ((num_tokens,), (num_tokens, 1))):
+            found = []
+            for num_threads in (1, 3):
+                set_threads(num_threads)
+                found.append(experts.run(kernels, num_of_tokens, x, adds=adds))
+            assert all(map(torch.equal, *found))
+            for expert, (n, out) in enumerate(zip(num_of_tokens, found[0], strict=True)):
+                experts.check(out, expert, x.flip(0)[:n] if expert else x[:n], adds=adds)
 
 
 def test_outputs_are_weighed_as_torch_does(kernels: Kernels) -> None:
@@ -176,10 +150,10 @@ def test_torch_chooses_where_another_exp_may_decide(kernels: Kernels, case: str,
 
 def test_what_is_no_number_and_what_is_too_large_for_the_type(kernels: Kernels) -> None:
     for dtype in dtypes(kernels):
-        rows = torch.ones(3, 1, 16, dtype=dtype)
-        rows[1, 0, 3], rows[2] = torch.nan, torch.finfo(dtype).max
+        rows = torch.ones(3, 16, dtype=dtype)
+        rows[1, 3], rows[2] = torch.nan, torch.finfo(dtype).max
         out = dots(kernels, rows, torch.ones(1, 16, dtype=dtype))
-        assert out[0, 0, 0] == 16 and out[0, 0, 1].isnan() and out[0, 0, 2].isinf()
+        assert out[0, 0] == 16 and out[0, 1].isnan() and out[0, 2].isinf()
 
 
 def test_rounding_is_to_nearest_and_ties_go_to_even(kernels: Kernels) -> None:
@@ -189,32 +163,28 @@ def test_rounding_is_to_nearest_and_ties_go_to_even(kernels: Kernels) -> None:
         x = torch.randn(2, 4096, generator=torch.Generator().manual_seed(3))
         x[1] = x[0].to(dtype).float() * (1 + EPSILON[dtype])  # near, or at, the middle between two
         for line in x:
-            parts = torch.stack([line.to(dtype), (line - line.to(dtype).float()).to(dtype)])  # their sum, nearly
-            exact = parts[0].double() + parts[1].double()
-            out = sums(kernels, parts, torch.ones(1, 2, dtype=dtype))
-            assert torch.equal(out[0], exact.float().to(dtype))
+            parts = torch.stack([line.to(dtype), (line - line.to(dtype).float()).to(dtype)], dim=1)  # nearly their sum
+            out = dots(kernels, parts, torch.ones(1, 2, dtype=dtype))
+            assert torch.equal(out[0], parts.double().sum(dim=1).float().to(dtype))
 
 
-def test_inputs_that_lie_anywhere_and_a_bias_that_is_added_before_rounding(kernels: Kernels) -> None:
-    """Rows at odd addresses of the type, tokens of a wider tensor."""
+def test_rows_that_lie_anywhere_and_a_bias_that_is_added_before_rounding(kernels: Kernels) -> None:
+    """Rows at odd addresses of the type."""
     dice = torch.Generator().manual_seed(4)
     for dtype in dtypes(kernels):
         memory = values(dice, 1 + 9 * 51, dtype=dtype)[1:].view(9, 51)
-        rows, x = memory[:, 1:50], values(dice, 3, 80, dtype=dtype)[:, 5 : 5 + 49]
-        exact, magnitude = (torch.matmul(*pair) for pair in of_doubles(x, rows.T))
-        assert_as_exact(dots(kernels, rows.unsqueeze(1), x)[0], exact, magnitude, 49)
-        bias = values(dice, 9, dtype=dtype)
-        biased = exact + bias.double(), magnitude + bias.double().abs()
-        assert_as_exact(dots(kernels, rows.unsqueeze(1), x[:1], bias)[0], *(part[:1] for part in biased), 50)
+        rows, x, bias = memory[:, 1:50], values(dice, 3, 49, dtype=dtype), values(dice, 9, dtype=dtype)
+        exact, magnitude = (x @ rows.T + bias for x, rows, bias in of_doubles(x, rows, bias))
+        assert_as_exact(dots(kernels, rows, x, bias), exact, magnitude, 50)
 
 
 def test_memory_is_given_back(kernels: Kernels) -> None:
     rows, x = torch.ones(3000, 3, 256, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
+    experts = make_experts((rows[:, :], rows), (rows.data_ptr(),) * 2, torch.bfloat16, nbytes=(3 * 512, 512))
 
     def resident_nbytes(num_calls: int) -> int:
         for _ in range(num_calls):
-            gate, up = dots(kernels, rows[:, :2], x)
-            sums(kernels, rows[:, 2], gate * up)
+            experts.run(kernels, (1,), dots(kernels, rows[:256, 0], x))
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     before = resident_nbytes(50)
@@ -222,13 +192,11 @@ def test_memory_is_given_back(kernels: Kernels) -> None:
 
 
 def test_what_is_not_theirs_is_refused_and_changes_nothing(kernels: Kernels) -> None:
-    rows, x, out = torch.ones(2, 8), torch.ones(5, 8), torch.full((1, 5, 2), 7.0)
     for num_tokens in (0, TASK_TOKENS + 1):
+        out = torch.full((num_tokens, 2), 7.0)
         with pytest.raises(MemoryError):
-            inner_products(kernels, (rows.data_ptr(), 0, num_tokens, 0), x, out, 32)
-        with pytest.raises(MemoryError):
-            down_products(kernels, (rows.data_ptr(), 0, num_tokens, 0), torch.ones(5, 2), out.view(5, 2), 8)
-    assert bool((out == 7).all())
+            kernels.dots(torch.ones(2, 8).data_ptr(), torch.ones(num_tokens, 8), out, 32)
+        assert bool((out == 7).all())
     assert not kernels.most_tokens(torch.float64)
 
 
@@ -250,7 +218,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def shared_out(kernels: Kernels, set_threads: Callable[[int], None], way: str) -> Callable[[], bool]:
     """A product on four threads; whether it is that of one."""
-    rows, x = torch.randn(2048, 1, 256).bfloat16(), torch.randn(1, 256).bfloat16()
+    rows, x = torch.randn(2048, 256).bfloat16(), torch.randn(1, 256).bfloat16()
     set_threads(1)
     expected = dots(kernels, rows, x)
     set_threads(4)

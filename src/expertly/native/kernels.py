@@ -72,9 +72,7 @@ _INT, _LONG, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 _COMPUTING: dict[str, tuple[Any, ...]] = {
     # level, dtype, threads, tasks, how many; matrices, neurons, width, bytes from row to row and from matrix to matrix
     "products_dots": (*3 * (_INT,), _ADDRESS, *6 * (_LONG,), _ADDRESS, *2 * (_LONG,), *2 * (_ADDRESS,), _LONG),
-    "products_sums": (*3 * (_INT,), _ADDRESS, *4 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, _INT),
     "tiles_dots": (*6 * (_INT,), _ADDRESS, *5 * (_LONG,), _ADDRESS, *2 * (_LONG,), *2 * (_ADDRESS,), _LONG),
-    "tiles_sums": (*6 * (_INT,), _ADDRESS, *5 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, _INT),
     "tiles_decode": (*3 * (_INT,), _ADDRESS, *2 * (_LONG,), _ADDRESS),
     "experts": (*3 * (_INT,), _ADDRESS),
     "combine": (*3 * (_INT,), *3 * (_LONG,), *3 * (_ADDRESS,)),

@@ -176,7 +176,7 @@ static void NAME(run_many_sums)(void *argument) {
                                  s->row_nbytes, n, x, sums[k][0]);
         }
         for (int64_t t = 0; t < n; t++) {
-            const int64_t row = s->out_rows == NULL ? one->out_row + t : s->out_rows[one->out_row + t];
+            const int64_t row = s->out_rows[one->out_row + t];
             for (int64_t k = 0; k < num_rows; k++) {
                 const int64_t at = row * s->width + first + k * 16;
                 if (s->is_added) {

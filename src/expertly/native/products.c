@@ -288,12 +288,12 @@ static const char *input_at(const inputs *from, int64_t t) {
 
 static int is_many(int format, const task *tasks) { return format != ROWS && tasks->num_tokens > TASK_TOKENS; }
 
-/* Of one task with more than TASK_TOKENS tokens, some at a time: `inner`, `down`, or both, whose h `inner` leaves. */
+/* Of one task with more than TASK_TOKENS tokens, some at a time: `inner`, and `down` where it is not NULL. */
 static int run_many(const instruction_set *set, dots *inner, sums *down, inputs from, int num_threads) {
-    const task all = inner != NULL ? *inner->tasks : *down->tasks;
+    const task all = *inner->tasks;
     const char *down_weights = down != NULL ? down->tasks->weights : NULL;
-    const int dtype = taken_as(set, inner != NULL ? inner->dtype : down->dtype);
-    const int64_t width = inner != NULL ? inner->width : down->num_neurons;
+    const int dtype = taken_as(set, inner->dtype);
+    const int64_t width = inner->width, nbytes = inner_neuron_nbytes(inner);
     unit *x = (unit *)allocate((MANY_TOKENS < all.num_tokens ? MANY_TOKENS : all.num_tokens) * tile_row_nbytes(width) / 4);
     if (x == NULL) return -1;
     for (int64_t t = 0, num; t < all.num_tokens; t += num) {
@@ -301,21 +301,18 @@ static int run_many(const instruction_set *set, dots *inner, sums *down, inputs 
         num = (left + parts - 1) / parts;
         task some = some_tokens(&all, t, num);
         for (int64_t i = 0; i < num; i++) set->many_prepare(dtype, input_at(&from, some.x_row + i), width, x + i, num);
-        if (inner != NULL) {
-            const int64_t nbytes = inner_neuron_nbytes(inner);
-            inner->tasks = &some;
-            inner->dtype = dtype;
-            inner->x = (const float *)x;
-            inner->chunk = chunk_of(MANY_CHUNK_NBYTES, inner->num_neurons, nbytes, 1, inner->block_size);
-            inner->num_chunks = (inner->num_neurons + inner->chunk - 1) / inner->chunk;
-            inner->chunks.num = inner->num_chunks;
-            run(set->dots, inner, &inner->chunks, num_threads, inner->num_neurons * nbytes);
-        }
+        inner->tasks = &some;
+        inner->dtype = dtype;
+        inner->x = (const float *)x;
+        inner->chunk = chunk_of(MANY_CHUNK_NBYTES, inner->num_neurons, nbytes, 1, inner->block_size);
+        inner->num_chunks = (inner->num_neurons + inner->chunk - 1) / inner->chunk;
+        inner->chunks.num = inner->num_chunks;
+        run(set->dots, inner, &inner->chunks, num_threads, inner->num_neurons * nbytes);
         if (down == NULL) continue;
         some.weights = down_weights;
         down->tasks = &some;
         down->dtype = dtype;
-        down->h = inner != NULL ? (const float *)inner->then->h : (const float *)x;
+        down->h = (const float *)inner->then->h;
         down->chunks.num = (down->width + MANY_OUTPUTS - 1) / MANY_OUTPUTS;
         run(set->many_sums, down, &down->chunks, num_threads, down->num_neurons * neuron_nbytes(down->format, dtype, down->width));
     }
@@ -380,7 +377,6 @@ static int begin_sums(const instruction_set *set, sums *job, int64_t num_tasks, 
     job->padded_width = (job->width + set->block - 1) / set->block * set->block;
     job->chunk = chunk;
     job->num_chunks = (job->num_neurons + chunk - 1) / chunk;
-    job->chunks.num = num_tasks * job->num_chunks;
     job->left = malloc(2 * (size_t)num_tasks * sizeof(int64_t));
     if (job->left == NULL) return 0;
     job->rows_before = job->left + num_tasks;
@@ -398,37 +394,6 @@ static void end_sums(const sums *job) {
     free(job->left);
 }
 
-/* The sums of `job` but for its chunks, from activations h[num_h, r]. */
-static int run_sums(const instruction_set *set, sums job, int64_t num_tasks, const char *h, int64_t num_h, int num_threads) {
-    const int64_t r = job.num_neurons, nbytes = neuron_nbytes(job.format, job.dtype, job.width);
-    const inputs from = {h, r * itemsize_of(job.dtype), num_h, NULL};
-    if (num_tasks == 1 && is_many(job.format, job.tasks)) return run_many(set, NULL, &job, from, num_threads);
-    const int64_t h_nbytes = job.format == ROWS ? r * (int64_t)sizeof(float) : tile_row_nbytes(r);
-    const int64_t block = job.format == ROWS ? ROWS_BLOCK : block_size(job.format);
-    char *rows = allocate(num_h * h_nbytes / (int64_t)sizeof(float));
-    const int can = rows != NULL && begin_sums(set, &job, num_tasks, chunk_of(CHUNK_NBYTES, r, nbytes, 64, block));
-    for (int64_t t = 0; can && t < num_h; t++, h += r * itemsize_of(job.dtype)) {
-        if (job.format == ROWS) set->widen(job.dtype, h, r, (float *)(rows + t * h_nbytes));
-        else set->tile_prepare(job.format, job.dtype, h, r, rows + t * h_nbytes);
-    }
-    job.h = (const float *)rows;
-    if (can) run(set->sums, &job, &job.chunks, num_threads, num_tasks * r * nbytes);
-    end_sums(&job);
-    free(rows);
-    return can ? 0 : -1;
-}
-
-/* out[*, H] from activations h[num_h, r]; with `is_added`, added to out, which is float32. */
-int expertly_products_sums(int level, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
-                           int64_t num_neurons, int64_t width, int64_t row_nbytes, const char *h, int64_t num_h,
-                           char *out, int is_added) {
-    const sums job = {
-        .format = ROWS, .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .width = width,
-        .row_nbytes = row_nbytes, .out = out, .tasks = tasks,
-    };
-    return run_sums(set_at(level), job, num_tasks, h, num_h, num_threads);
-}
-
 /* As expertly_products_dots, of quantised matrices: a task's weights are the first of its blocks. */
 int expertly_tiles_dots(int level, int gate, int up, int down, int dtype, int num_threads, const task *tasks,
                         int64_t num_tasks, int64_t num_inner, int64_t num_neurons, int64_t hidden, int64_t block_nbytes, const char *x,
@@ -441,27 +406,6 @@ int expertly_tiles_dots(int level, int gate, int up, int down, int dtype, int nu
         .tasks = tasks,
     };
     return run_dots(set, job, num_tasks, (inputs){x, x_nbytes, num_x, NULL}, num_threads);
-}
-
-/* As expertly_products_sums, of such matrices. */
-int expertly_tiles_sums(int level, int gate, int up, int down, int dtype, int num_threads, const task *tasks,
-                        int64_t num_tasks, int64_t num_inner, int64_t num_neurons, int64_t hidden, int64_t block_nbytes, const char *h,
-                        int64_t num_h, char *out, int is_added) {
-    const instruction_set *set = set_at(level);
-    if (down == NO_DOWN || !has_tiles(set, gate, up, down, dtype, num_inner, num_neurons, hidden, block_nbytes)) return -1;
-    const int64_t at = inner_nbytes(gate, up, down, num_inner, hidden);
-    task *own = malloc((size_t)num_tasks * sizeof(task));
-    for (int64_t i = 0; own != NULL && i < num_tasks; i++) {
-        own[i] = tasks[i];
-        own[i].weights += at;
-    }
-    const sums job = {
-        .format = down, .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .width = hidden,
-        .row_nbytes = block_nbytes, .out = out, .tasks = own,
-    };
-    const int failed = own == NULL ? -1 : run_sums(set, job, num_tasks, h, num_h, num_threads);
-    free(own);
-    return failed;
 }
 
 /* -- a layer's experts ----------------------------------------------------------------------------------------------- */

@@ -109,9 +109,8 @@ typedef struct {
     chunks chunks;             /* of all tasks, task after task */
 } dots;
 
-/* Weighted sums of rows (down): out[out_row + t] = sum over i of h[x_row + t, i] * row i, rounded to dtype; with `is_added`
- * it is added to float32 `out` instead. With `bias`, bias[the task's expert] is added after rounding. With `out_rows`, the
- * row is out_rows[out_row + t].
+/* Weighted sums of rows (down): out[out_rows[out_row + t]] = sum over i of h[x_row + t, i] * row i, rounded to dtype; with
+ * `is_added` it is added to float32 `out` instead. With `bias`, bias[the task's expert] is added after rounding.
  */
 typedef struct {
     const int64_t *out_rows, *experts;
@@ -351,7 +350,6 @@ typedef struct {
     void (*combine)(int dtype, int weights_dtype, int64_t num, int64_t top_k, int64_t width, const char *rows,
                     const char *weights, char *out);
     void (*dots)(void *);
-    void (*sums)(void *);
     void (*many_sums)(void *);
     void (*experts)(void *);
     void (*decode_rows)(int format, int dtype, const char *p, int64_t num_rows, int64_t width, char *out);

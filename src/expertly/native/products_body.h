@@ -422,7 +422,7 @@ INLINE void NAME(finish_typed)(int dtype, int order, const sums *s, int64_t numb
     const int64_t stride = one->num_tokens * s->padded_width;
     for (int64_t t = 0; t < one->num_tokens; t++) {
         float *total = partial_at(s, number, 0) + t * s->padded_width;
-        const int64_t row = s->out_rows == NULL ? one->out_row + t : s->out_rows[one->out_row + t];
+        const int64_t row = s->out_rows[one->out_row + t];
         for (int64_t c = 1; c < s->num_chunks; c++)
             for (int64_t j = 0; j < s->padded_width; j += V) *(vf *)(total + j) += *(vf *)(total + c * stride + j);
         if (s->is_added) {
@@ -471,7 +471,7 @@ INLINE void NAME(sum_typed)(int dtype, const sums *s, const task *one, int64_t f
     }
 }
 
-/* Chunk c, `step` neurons after the other, of which `inner` is computed first where there is one. */
+/* Chunk c, `step` neurons after the other, of which `inner` is computed first. */
 static void NAME(sums_chunk)(const dots *inner, const sums *s, int64_t c, int64_t step) {
     const int64_t number = c / s->num_chunks, begin = c % s->num_chunks * s->chunk;
     const int64_t end = NAME(least)(begin + s->chunk, s->num_neurons);
@@ -481,7 +481,7 @@ static void NAME(sums_chunk)(const dots *inner, const sums *s, int64_t c, int64_
     memset(sum, 0, (size_t)(one->num_tokens * s->padded_width) * sizeof(float));
     for (int64_t first = begin; first < end; first += step) {
         const int64_t last = NAME(least)(first + step, end);
-        if (inner != NULL) NAME(dot_part)(inner, inner->tasks + number, first, last);
+        NAME(dot_part)(inner, inner->tasks + number, first, last);
         for (int64_t t = 0; t < one->num_tokens; t += most) {
             const task some = some_tokens(one, t, most);
             float *own = sum + t * s->padded_width;
@@ -497,11 +497,6 @@ static void NAME(sums_chunk)(const dots *inner, const sums *s, int64_t c, int64_
     if (__atomic_sub_fetch(s->left + number, 1, __ATOMIC_ACQ_REL) == 0) NAME(finish)(s, number);
 }
 
-static void NAME(run_sums)(void *argument) {
-    sums *s = argument;
-    FOR_CHUNKS(c, &s->chunks) NAME(sums_chunk)(NULL, s, c, s->chunk);
-}
-
 /* Down rows follow the gate and up rows beside which they lie: a chunk's, or a block's. */
 static void NAME(run_experts)(void *argument) {
     expert_rows *e = argument;
@@ -514,7 +509,7 @@ static void NAME(run_experts)(void *argument) {
 #define SET(label, has_pairs)                                                                                       \
     {                                                                                                               \
         label, BLOCK, HAS_HALF, has_pairs, NAME(prepare), NAME(widen), NAME(narrow), NAME(softmax), NAME(tile_prepare), \
-            NAME(many_prepare), NAME(combine), NAME(run_dots), NAME(run_sums), NAME(run_many_sums), NAME(run_experts),   \
+            NAME(many_prepare), NAME(combine), NAME(run_dots), NAME(run_many_sums), NAME(run_experts),   \
             NAME(decode_rows),                                                                                      \
             NAME(run_attention), NAME(rotate), NAME(norm),                                                          \
     }

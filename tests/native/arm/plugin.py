@@ -86,7 +86,7 @@ kernels.libraries = lambda: _libraries
 transfer.library = lambda: _readers
 
 
-_LEFT_OUT = ("fork", "bypass", "[decoded-", "[a task-", "[many-", "(1, 90, 3)")
+_LEFT_OUT = ("fork", "bypass", "[a task-", "[many-", "(1, 90, 3)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,98 @@
+"""Experts as they are written down, in float64, and how far the kernels may be from that."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import silu
+
+from expertly.native.activations import recognise
+from expertly.native.kernels import NO_DOWN, ExpertProducts, Kernels
+
+EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
+"""Half of a unit of a rounded number; in float32, where silu is approximated, four."""
+
+
+def activated(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    return silu(gate) if up is None else silu(gate) * up
+
+
+@dataclass
+class Experts:
+    """Two experts of `weights` [r, M, H] each, the first of their neurons number `begin`, which lie at `addresses`."""
+
+    weights: tuple[torch.Tensor, torch.Tensor]
+    addresses: tuple[int, int]
+    products: ExpertProducts
+    inner_bias: tuple[torch.Tensor, ...]
+    down_bias: torch.Tensor
+    begin: int
+
+    def run(
+        self, kernels: Kernels, num_tokens: tuple[int, ...], x: torch.Tensor, *, adds: bool = False
+    ) -> list[torch.Tensor]:
+        """Outputs [n, H] of expert 0 for the first n tokens, and of expert 1, if asked for, for the last ones, their
+        order turned around. `adds`: to ones.
+        """
+        rows = [
+            row for n, row in zip(num_tokens, (range(len(x)), range(len(x))[::-1]), strict=False) for row in row[:n]
+        ]
+        out = torch.ones(len(rows) + 1, x.shape[1]) if adds else x.new_full((len(rows) + 1, x.shape[1]), torch.nan)
+        tasks = [number for e, n in enumerate(num_tokens) for number in (self.addresses[e], n, e)]
+        places = range(1, len(rows) + 1)
+        kernels.experts(self.products, tasks, rows, places, x, out, len(self.weights[0]), self.begin, adds=adds)
+        assert bool((out[0] == 1).all() if adds else out[0].isnan().all()), "what is not theirs is left alone"
+        return list(out[1:].split(list(num_tokens)))
+
+    def check(self, found: torch.Tensor, expert: int, x: torch.Tensor, *, adds: bool = False) -> None:
+        """An expert's outputs of inputs [n, H]: what each step rounds and sums may change, and no more."""
+        dtype, weights = x.dtype, self.weights[expert].double()
+        eps, few, x = EPSILON[dtype], 2**-24 if dtype == torch.float16 else 1e-30, x.double()
+        end = self.begin + len(weights)
+        values, errors = [], []
+        for number, bias in enumerate(self.inner_bias):
+            inner, error = _summed(x, weights[:, number].T)
+            values.append(inner + bias[expert, self.begin : end].double())
+            errors.append(error + eps * (inner.abs() + values[-1].abs()) + 2 * few)
+        h = silu(values[0])
+        error = 1.1 * errors[0] + eps * h.abs() + few
+        if len(values) > 1:
+            error = error * (values[1].abs() + errors[1]) + h.abs() * errors[1]
+            h = h * values[1]
+            error += eps * h.abs() + few
+        (exact, bound), down = _summed(h, weights[:, -1]), weights[:, -1].abs()
+        bound = bound + torch.minimum(error @ down, 4 * (error**2 @ down**2).sqrt())  # roundings do not agree
+        if adds:
+            exact, bound = exact + 1, bound + 2**-23 * (1 + exact.abs())
+        else:
+            biased = exact + self.down_bias[expert].double()
+            exact, bound = biased, bound + eps * (exact.abs() + biased.abs()) + 2 * few
+        off = (found.double() - exact).abs()
+        assert bool((off <= bound).all()), f"{float((off / bound).nan_to_num(math.inf).max())} of what is allowed"
+
+
+def _summed(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n, H] times weights [H, r], and what sums in float32 of so many terms may lose."""
+    exact = x @ weights
+    return exact, torch.full_like(exact, 2**-22 * len(weights) * float(x.abs().max() * weights.abs().max()))
+
+
+def make_experts(
+    weights: tuple[torch.Tensor, torch.Tensor],
+    addresses: tuple[int, int],
+    dtype: torch.dtype,
+    formats: tuple[int, int, int] = (NO_DOWN,) * 3,
+    nbytes: tuple[int, int] = (0, 0),
+    begin: int = 0,
+) -> Experts:
+    """`weights`: rounded to `dtype`. `nbytes`: from row to row (or block to block) and from matrix to matrix."""
+    width, num_matrices, hidden = weights[0].shape
+    dice, num_inner = torch.Generator().manual_seed(width), num_matrices - 1
+    inner = tuple(torch.randn(2, begin + width, generator=dice).to(dtype) for _ in range(num_inner))
+    down = torch.randn(2, hidden, generator=dice).to(dtype)
+    activation = recognise(activated, dtype, is_gated=num_inner == 2)
+    assert activation is not None
+    products = ExpertProducts(formats, (num_inner, hidden), *nbytes, activation, inner, down)
+    return Experts(weights, addresses, products, inner, down, begin)
