@@ -82,9 +82,8 @@ def test_every_family_is_the_reference(family: str, tmp_path: Path) -> None:
             stats = expertly.stats(ours).as_dict()
         kernels, decode = stats["kernels"], stats["phases"]["decode"]
         assert decode["hits"] + decode["misses"] > 0
-        if kernels["name"] != "torch":
-            assert (kernels["attention"] == 0) == (family in OWN_ATTENTION)
-            assert (kernels["programs"] > 0) == (family in HAS_PROGRAMS)
+        assert (kernels["attention"] == 0) == (family in OWN_ATTENTION)
+        assert (kernels["programs"] > 0) == (family in HAS_PROGRAMS)
 
 
 def test_no_reason_outlives_its_family() -> None:

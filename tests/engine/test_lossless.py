@@ -137,8 +137,8 @@ def test_no_system_changes_a_token_and_each_decides_the_same_again(number: int, 
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_without_compiled_kernels(family: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other tests run with what this machine has."""
+def test_torch_alone_computes_the_same(family: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests run with the kernels of this machine."""
     monkeypatch.setenv(VARIABLE, "torch")
     case = cases[family]
     for segments, memory in ((1, "100%"), (4, "25%")):

@@ -25,10 +25,11 @@ from expertly.engine.shard import Shard
 from expertly.engine.wire import Kind
 from expertly.model.packing import pack
 from tests.engine.conftest import Case, Cases
-from tests.engine.observe import loaded, reader_threads
+from tests.engine.observe import counts, loaded, reader_threads
 from tests.engine.peers import ThreadPeer, put_in_threads
 from tests.engine.streams import put_in_place
-from tests.families import FAMILIES, generate, logits_of, make_checkpoint, make_prompts
+from tests.engine.test_batching import run_batch
+from tests.families import FAMILIES, generate, load_reference, logits_of, make_checkpoint, make_prompts
 from tests.model.checkpoints import make_int4_checkpoint, make_mxfp4_checkpoint
 from tests.tables import crossed
 
@@ -79,6 +80,7 @@ def test_tokens_and_logits_are_the_reference_also_when_a_worker_dies(
     num, memory = where
     case, num_layers, top_k = cases[family], FAMILIES[family].num_moe_layers, FAMILIES[family].top_k
     settings: dict[str, Any] = {"memory": memory, "segments": SEGMENTS[family], "verify": "never"}
+    settings["system"] = {1: "expertly", 2: "static", 4: "lru"}[num]
     peers = put_in_threads(monkeypatch, *WORKERS[num])
     with with_workers(case.store, num, **settings) as model:
         assert generate(model, case.prompts) == case.tokens
@@ -123,6 +125,43 @@ def test_beside_an_accelerator(cases: Cases, peers: list[ThreadPeer], monkeypatc
             assert generate(model, case.prompts) == case.tokens
         assert len(made) == 1 and made[0].stats()["copied_nbytes"] > 0
         assert all(states(model, "bytes_received")) and states(model, "drops") == [0, 0]
+
+
+@pytest.mark.usefixtures("peers")
+def test_bits_and_counts_are_those_without_workers(cases: Cases) -> None:
+    """The same products in the same order, in bfloat16, too. What is needed is split, none of it is lost or counted
+    twice; without evictions the hits are the same.
+    """
+    case, logits, demands = cases["qwen3_moe"], [], []
+    for workers in ({}, *({"workers": num, "worker_memory": "100%"} for num in (1, 3))):
+        with loaded(case.folder, dtype="bfloat16", memory="100%", **workers) as model:
+            generate(model, case.prompts)
+            logits.append(logits_of(model, case.prompts))
+            stats = expertly.stats(model).as_dict()
+            phases = stats["phases"]
+            demands.append([(*counts(model, phase), phases[phase]["demanded_bytes"]) for phase in phases])
+            per_device = [[device[phase]["hits"] for phase in phases] for device in stats["devices"]]
+            assert [sum(column) for column in zip(*per_device, strict=True)] == [counts(model, p)[0] for p in phases]
+    assert all(torch.equal(each, logits[0]) for each in logits)
+    assert all(demand == demands[0] for demand in demands)
+
+
+def test_continuous_batching_and_inference_mode(cases: Cases, peers: list[ThreadPeer]) -> None:
+    """Several requests of different lengths share a call; a worker gets the rows that it needs, not all."""
+    case = cases["qwen3_moe"]
+    prompts = [*make_prompts(2, length=5, seed=2), *make_prompts(1, length=20, seed=3)]
+    expected = [generate(load_reference(case.folder), [prompt], 6)[0] for prompt in prompts]
+    with loaded(case.store, segments=4, workers=4, worker_memory="25%") as model:
+        for _ in range(2):
+            assert run_batch(model, prompts) == expected
+        engine = handle(model).engine
+        num_passes = sum(engine.num_passes.values())
+        assert num_passes < 2 * 6 * len(prompts), "requests share passes"
+        for peer in peers:
+            most = num_passes * engine.executor.geometry.num_layers
+            assert peer.kinds.count(Kind.LAYER) <= most, "one call a layer and pass"
+        with torch.inference_mode():
+            torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
 
 
 # -- workers that die ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from expertly.engine.transfer import Readers
 from expertly.store.packed import LayerFile
 from tests.engine.disk import Disk, Preads, can_bypass_the_page_cache
 from tests.engine.observe import reader_threads
+from tests.store.builders import PLAN, expert_bytes, write_store
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -164,6 +166,37 @@ def test_reads_that_come_in_pieces_or_fail_for_now_are_whole_and_others_are_expl
         else:
             assert readers.wait() == span(3) and not reads.errors
             assert bytes(bench.slot(span(3))) == bytes([4]) * SMALL
+
+
+LAYER = LayerGeometry(4, 2, hidden_size=64, intermediate_size=176, num_matrices=3, itemsize=2)
+LAYERS = (LAYER, replace(LAYER, num_experts=3), replace(LAYER, hidden_size=32))  # the last one has two blocks
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4, 8, 11, 16])
+def test_every_span_of_every_expert_has_its_bytes(segments: int, tmp_path: Path) -> None:
+    """Of four blocks of 44 neurons segments of P = 8 are half a block, those of P = 11 begin in one and end in the
+    next.
+    """
+    store = write_store(tmp_path / "store", replace(PLAN, layers=LAYERS, sites=("a.x", "b.x", "c.x")))
+    geometry, slot = store.geometry(segments), bytearray(LAYER.expert_nbytes)
+
+    def nbytes_of(span: Span) -> int:
+        return span.num_segments * geometry.segment_nbytes(span.layer)
+
+    with contextlib.closing(
+        Readers(store.layer_file, geometry, lambda span: memoryview(slot)[: nbytes_of(span)])
+    ) as readers:
+        for layer, expert in (
+            (layer, expert) for layer, shape in enumerate(LAYERS) for expert in range(shape.num_experts)
+        ):
+            whole = expert_bytes(layer, expert, store.manifest).tobytes()
+            for length in (1, 1, segments, max(1, segments // 2)):
+                for segment in range(0, segments - length + 1, length):
+                    wanted = Span(layer, expert, segment, length, 0)
+                    readers.submit([wanted])
+                    assert readers.wait() == wanted
+                    begin = segment * geometry.segment_nbytes(layer)
+                    assert slot[: nbytes_of(wanted)] == whole[begin : begin + nbytes_of(wanted)]
 
 
 def test_checksums_are_those_of_the_reference() -> None:

@@ -89,8 +89,8 @@ int main(int argc, char **argv) {
         perror("the caller's memory");
         return 1;
     }
-    strncpy(address.sun_path, argv[1], sizeof address.sun_path - 1);
-    if (bind(listening, (struct sockaddr *)&address, sizeof address) || listen(listening, 64)) {
+    snprintf(address.sun_path, sizeof address.sun_path, "%s.new", argv[1]);
+    if (bind(listening, (struct sockaddr *)&address, sizeof address) || listen(listening, 64) || rename(address.sun_path, argv[1])) {
         perror(argv[1]);
         return 1;
     }
