@@ -29,10 +29,8 @@ from expertly.store.packed import LayerFile
 _WAIT_NS = 100_000_000
 """So long a call of the library may last: signals are handled between calls."""
 _DAMAGED, _TRUNCATED, _CHANGED = -1, -2, -3
-_RESULT = struct.Struct("5q2Q16x")
-"""As `result_t` of readers.c."""
-_VERSION = 2
-"""Of its structures."""
+_RESULT = struct.Struct("5q2Q16x")  # as `result_t` of readers.c
+_VERSION = 2  # of its structures
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -74,6 +72,7 @@ class Readers:
         self._files = [layer_file(layer) for layer in range(geometry.num_layers)]
         self._tag = 0  # the last
         self._spans: dict[int, Span] = {}  # in flight, by tag
+        self._teller: threading.Thread | None = None
         self._process = os.getpid()  # a forked child has none of the threads, of which one may hold the lock
         self._result = bytearray(_RESULT.size)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._result))
@@ -93,11 +92,12 @@ class Readers:
             if not self._team:
                 raise TransferError("the threads that read experts cannot be started")
             opened.callback(self._end)
+            if arrived is not None:
+                self._teller = threading.Thread(
+                    target=self._tell, args=(arrived,), name="expertly-arrivals", daemon=True
+                )
+                self._teller.start()
             self._opened = opened.pop_all()
-        self._teller: threading.Thread | None = None
-        if arrived is not None:
-            self._teller = threading.Thread(target=self._tell, args=(arrived,), name="expertly-arrivals", daemon=True)
-            self._teller.start()
 
     @property
     def num_in_flight(self) -> int:
@@ -167,7 +167,7 @@ class Readers:
             return
         self.drain()
         self._call.readers_hush(self._team)
-        if self._teller is not None and self._teller is not threading.current_thread():
+        if self._teller is not None and self._teller.is_alive() and self._teller is not threading.current_thread():
             self._teller.join()
         self._call.readers_close(self._team)
 
