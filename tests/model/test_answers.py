@@ -106,6 +106,19 @@ def test_parts_are_the_same_however_the_text_comes(text: str, expected: list[lis
 
 
 @pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        ("<think>\n", "Far.</think>\n\nNear.", [["reasoning", "Far."], ["content", "Near."]]),
+        ("<think>\n\n</think>\n\n", "\nNear.", [["content", "Near."]]),
+        ("<think></think>", "<think>Far.</think>Near.", [["reasoning", "Far."], ["content", "Near."]]),
+        ("<think>", f"Far. {CALL}", [["reasoning", f"Far. {CALL}"]]),
+    ],
+)
+def test_reasoning_that_the_prompt_begins_or_ends(prompt: str, text: str, expected: list[list[str]]) -> None:
+    assert read(AnswerFormat(), text, "user: <think>?\nassistant: " + prompt) == expected
+
+
+@pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ('{"city": oops}}</tool_call> and more', '{"city": oops}and more'),

@@ -177,7 +177,7 @@ class FormatReader:
     def _sections(self) -> Steps:
         """Reasoning, then content and sections of calls."""
         opening, closing = map(flexible, self.form.think)
-        begins = self.stage == "may think" and (yield from self._match(regex.compile(r"\s*" + opening)))
+        begins = self.stage in ("may think", "thought") and (yield from self._match(regex.compile(r"\s*" + opening)))
         if begins or self.stage == "thinks":
             self._told, self._trims = self._place, True
             yield from self._until(regex.compile(closing), self._reasoning)
