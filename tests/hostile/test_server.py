@@ -112,7 +112,7 @@ CASES: dict[str, tuple[tuple[str, Any], str]] = {
         chat([{"role": "user", "content": [{"type": "text", "text": "a"}] * 300}]),
         "at most 256",
     ),
-    "many tools": (chat(tools=[{"type": "function", "function": {"name": "f"}}] * 200), "at most 128"),
+    "many tools": (chat(tools=[{"type": "function", "function": {"name": "f"}}] * 2000), "at most 1024"),
     "many stop strings": (text(stop=["a"] * 20_000), "stop"),
     "a template that loops": (chat("loop"), "did not end in"),
     "a template that grows": (chat("grow"), "takes more than"),
