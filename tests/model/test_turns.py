@@ -44,8 +44,14 @@ class Passes:
         self.batch = Batch(model, Limits(PAGE, num_pages, budget, 32), self._choose, self._failed, pages)
 
     def ask(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
-        self.tokens[name], self._left[name] = [], max_tokens
+        with self._changed:
+            self.tokens[name], self._left[name] = [], max_tokens
         self.batch.submit(Entry(name, prompt, max_tokens, []))
+
+    def cancel(self, name: str) -> None:
+        self.batch.cancel(name)
+        with self._changed:
+            self._left.pop(name, None)
 
     def wait(self) -> None:
         """Until all that was asked for has been written, and its pages are given back."""
@@ -67,6 +73,8 @@ class Passes:
     def _choose(self, names: Sequence[str], logits: torch.Tensor) -> list[int | None]:
         with self._changed:
             for name, token in zip(names, logits.argmax(-1).tolist(), strict=True):
+                if name not in self._left:  # it was cancelled while the pass ran
+                    continue
                 if not self.tokens[name]:
                     self.first[name], self.cached[name] = len(self.sizes), self.batch.num_cached(name)
                 self.tokens[name].append(token)
@@ -109,16 +117,24 @@ def test_texts_are_those_of_generate_however_few_pages_there_are(family: str, se
         asked[f"{number}"] = prompt, draw.randint(1, 130 - len(prompt))
     expected = {name: generate(tiny(family), [prompt], size)[0] for name, (prompt, size) in asked.items()}
     with passes(family, num_pages=19) as made:  # the longest takes 17
-        later = list(asked)[4:]
+        later, gone = list(asked)[4:], set[str]()
 
         def come(number: int) -> None:
             if later and number % 3 == 0:
                 made.ask(later[0], *asked[later.pop(0)])
+            if number % 40 == 0:
+                gone.add(name := draw.choice(list(made.tokens)))
+                made.cancel(name)
 
         for name in list(asked)[:4]:
             made.ask(name, *asked[name])
         made.before = come
         made.wait()
+        while later:  # where all that had come ended before
+            made.ask(later[0], *asked[later.pop(0)])
+            made.wait()
+        for name in gone:
+            assert expected.pop(name)[: len(made.tokens[name])] == made.tokens.pop(name)
         assert made.tokens == expected
         assert made.batch.num_preempted() > 0 and max(made.sizes) <= 64
 
