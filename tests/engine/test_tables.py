@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from tests.engine.observe import loaded, open_files, reader_threads
 from tests.engine.test_batching import run_batch
 from tests.engine.test_lifecycle import exit_code_of_a_child
 from tests.families import VOCAB_SIZE, generate, load_reference, logits_of, make_checkpoint, make_prompts
+from tests.formats import gguf_models
 from tests.formats.gguf_files import make_gguf
+from tests.formats.gguf_models import CASES
 
 PER_LAYER = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
 PAGE = 4096
@@ -128,6 +131,27 @@ def test_a_table_of_a_gguf_file_keeps_its_bytes(tmp_path: Path) -> None:
     with loaded(kept) as model:
         read = answers(model, batches=True)
     assert torch.equal(read[0], same[0]) and read[1:] == same[1:]
+
+
+def test_gemmas_table_of_a_gguf_file_keeps_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that scales what it looks up, which in memory is decoded."""
+    monkeypatch.setattr(tables, "TABLE_NBYTES", 1 << 20)
+    usual = CASES["gemma4"]
+    case = replace(
+        usual,
+        fields={**usual.fields, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 262144},
+        metadata=lambda config: {**usual.metadata(config), "embedding_length_per_layer_input": 8},
+    )
+    reference = gguf_models.make_model(case)
+    path = gguf_models.write_model(tmp_path / "model.gguf", reference, case, "Q8_0")
+    kept = pack(path, tmp_path / "store").folder
+    (table,), _ = tables.tables_of(PackedStore.open(kept))
+    assert (table.path, table.nbytes) == ("model.embed_tokens_per_layer", 262144 * 34)
+    ids = torch.randint(0, 262144, (3, 50), generator=torch.Generator().manual_seed(0))
+    with loaded(kept) as model:
+        read, expected = (it.model.embed_tokens_per_layer(ids) for it in (model, reference))
+        assert torch.equal(read, expected)
+        assert generate(model, make_prompts(2)) == generate(reference, make_prompts(2))
 
 
 def test_a_table_that_is_also_the_head_stays_in_memory(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from expertly.model.gguf import GgufConversion, config_of, extras_of, kept_forma
 from expertly.model.hub import download, split_name
 from expertly.model.quantisations import is_named
 from expertly.model.structure import build_meta_model, find_experts
+from expertly.model.tables import table_modules
 from expertly.model.tiled import can_be_tiled
 from expertly.store.cache import entry_folder, list_entries, make_room, make_room_for_this_version, stores_folder
 from expertly.store.checkpoint import ADAPTER_NAME, Bytes, Checkpoint, TensorRef
@@ -306,7 +307,7 @@ class Packing:
         except UnsupportedModelError as error:  # of the config
             raise UnsupportedModelError(f"{checkpoint.folder / 'config.json'}: {error}") from None
         model = build_meta_model(config_of(checkpoint), self._torch_dtype)
-        self._kept, self._model = kept, model
+        self._kept, self._model, self._tables = kept, model, table_modules(model)
         self._plain = made = Conversion(model)
         if layout is not None:
             made = GgufConversion(model, checkpoint.gguf) if checkpoint.gguf else Conversion(model, layout)
@@ -425,7 +426,7 @@ class Packing:
             or group.target in (*tied, *tied.values())
             or in_float32.intersection(path.split("."))
             or self._plain.target(group.target) != (group.target, None)
-            or not can_be_tiled(model.get_submodule(path))
+            or not (can_be_tiled(model.get_submodule(path)) or path in self._tables)
         ):
             return None
         rows, columns = self._conversion.shape(group.target)

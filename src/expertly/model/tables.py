@@ -32,6 +32,7 @@ from expertly.formats import FORMATS
 from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat
 from expertly.model.conversion import Conversion
 from expertly.model.structure import build_meta_model
+from expertly.model.tiled import can_be_tiled
 from expertly.store.manifest import IS_FLOAT
 from expertly.store.packed import DENSE_NAME, LayerFile, PackedStore, tiles_name
 
@@ -73,7 +74,7 @@ def find_tables(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str,
     groups, _ = Conversion(model).groups(tensors)
     for path, module in modules.items():
         tiles, group = tiles_name(path), groups.get(f"{path}.weight")
-        if tiles in tensors and tensors[tiles].nbytes > TABLE_NBYTES:
+        if tiles in tensors and (tensors[tiles].nbytes > TABLE_NBYTES or not can_be_tiled(module)):
             tables[path] = [tiles]
         elif group is not None:
             is_joined = [(type(step).__name__, getattr(step, "dim", None)) for step in group.operations]
