@@ -270,7 +270,8 @@ def _open_dense(chosen: _Chosen, engine: Engine, opened: ExitStack) -> Any:
     loaded = load_dense(store.folder, store.manifest, dtype, device, engine, store.extras, paths)
     if chosen.tables:
         kept_nbytes = _table_nbytes(chosen.options, chosen.tables)
-        tables = Tables(store.folder, chosen.tables, transfer.Readers, kept_nbytes)
+        check = None if chosen.options.verify == "never" else store.check_dense
+        tables = Tables(store.folder, chosen.tables, transfer.Readers, check, kept_nbytes)
         opened.callback(tables.close)
         tables.bind(loaded, device)
     engine.executor.bind(experts_modules(loaded))

@@ -22,7 +22,7 @@ from expertly.model.gguf import config_of
 from expertly.model.hub import HubModel, split_name
 from expertly.model.packing import Packing, local_folder, open_source, weights_of
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
-from expertly.model.tables import find_tables, table_modules
+from expertly.model.tables import Table, find_tables, table_modules, without
 from expertly.model.tiled import put_tiles
 from expertly.store.checkpoint import ADAPTER_NAME, Checkpoint, check_claims, has_weights
 from expertly.store.manifest import ITEMSIZE, Rounding
@@ -116,13 +116,12 @@ def _needs(
 ) -> ModelNeeds:
     tensors: Any = dense.dense
     config, model, _, tables = _bare_model(source, dtype, formats, tensors)
-    inside = {name for names in tables.values() for name in names}
-    rest = {name: tensor for name, tensor in tensors.items() if name not in inside}
+    rest = without(tables, tensors)
     by_format = dense_by_format(rest, formats, dtype)
     decoded = sum(dense_by_format(rest, formats, dtype, is_decoded=True).values())
     return ModelNeeds(
         *(name, config["model_type"], dtype, layers, dense_shape(model), by_format, decoded, config, stored),
-        tables_nbytes=sum(tensors[name].nbytes for name in inside),
+        tables_nbytes=sum(table.nbytes for table in tables),
     )
 
 
@@ -150,13 +149,13 @@ def _bare_model(
     dtype: str,
     formats: Mapping[str, str],
     tensors: Mapping[str, Any] | None = None,
-) -> tuple[dict[str, Any], Any, Sequence[ExpertsSite], dict[str, list[str]]]:
+) -> tuple[dict[str, Any], Any, Sequence[ExpertsSite], list[Table]]:
     """The config with its defaults, the model on the meta device without its experts' weights, their sites, and which
     of `tensors` are tables that are read by row.
     """
     config = source if isinstance(source, PreTrainedConfig) else read_config(source)
     model = build_meta_model(config, getattr(torch, dtype))
-    tables = find_tables(model, tensors or {})
+    tables = find_tables(model, tensors or {}, formats)
     sites = find_experts(model, ITEMSIZE[dtype])
     for layer, site in enumerate(sites):
         hooks.strip(model, site)._expertly_layer = layer

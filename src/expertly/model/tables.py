@@ -6,11 +6,12 @@ large vocabulary. A module keeps its class and its forward; in place of a weight
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_utils import str_to_torch_dtype
 
-from expertly.core.errors import EngineClosedError
+from expertly.core.errors import EngineClosedError, StoreError, TransferError
 from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
-from expertly.core.headers import TensorInfo
 from expertly.core.messages import Span
 from expertly.formats import FORMATS
 from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat
@@ -51,9 +51,8 @@ _PAGE = Geometry((LayerGeometry(1, 1, PAGE_NBYTES // 2, 1, 2, 1),))
 
 def table_modules(model: PreTrainedModel) -> dict[str, Any]:
     """The large tables of a model on the meta device, by path: those that nothing else shares, as a head does."""
-    tied = model.all_tied_weights_keys
-    in_float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-    users = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    tied, strict = model.all_tied_weights_keys, model._keep_in_fp32_modules_strict
+    in_float32 = {*(model._keep_in_fp32_modules or ()), *(strict or ())}
     return {
         path: module
         for path, module in model.named_modules()
@@ -61,71 +60,38 @@ def table_modules(model: PreTrainedModel) -> dict[str, Any]:
         and module.weight.nbytes > TABLE_NBYTES
         and module.max_norm is None  # else looking up writes
         and f"{path}.weight" not in (*tied, *tied.values())
-        and users.count(id(module.weight)) == 1
         and not in_float32.intersection(path.split("."))
     }
 
 
-def find_tables(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Of each table the dense tensors of a store that have its rows, one below another. `model`: on the meta device."""
-    tables: dict[str, list[str]] = {}
-    if not (modules := table_modules(model)):
-        return tables
-    groups, _ = Conversion(model).groups(tensors)
-    for path, module in modules.items():
-        tiles, group = tiles_name(path), groups.get(f"{path}.weight")
-        if tiles in tensors and (tensors[tiles].nbytes > TABLE_NBYTES or not can_be_tiled(module)):
-            tables[path] = [tiles]
-        elif group is not None:
-            is_joined = [(type(step).__name__, getattr(step, "dim", None)) for step in group.operations]
-            parts = [tensors[name] for name in group.names]
-            shapes = [part.shape for part in parts]
-            if (
-                is_joined in ([], [("Concatenate", 0)])
-                and len(group.sources) == 1
-                and all(part.dtype in IS_FLOAT for part in parts)
-                and all(shape[1:] == (module.embedding_dim,) for shape in shapes)
-                and sum(shape[0] for shape in shapes) == module.num_embeddings
-            ):
-                tables[path] = group.names
-    return tables
-
-
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of a packed store, and where its units lie: rows, or blocks of 16 rows in a weight format."""
+    """A table of a packed store. Its units are rows, or blocks of 16 rows in a weight format."""
 
     path: str  # of its module
-    parts: tuple[TensorInfo, ...]  # one below another
+    names: tuple[str, ...]  # of the dense tensors that have its rows, one below another
+    parts: tuple[Any, ...]  # these, as TensorInfo; as TensorSpec of a store that is planned
     format: TiledFormat | None
+    num_columns: int
 
     @property
     def rows_of_unit(self) -> int:
         return 1 if self.format is None else TILE_OUTPUTS
 
     @property
-    def unit_nbytes(self) -> int:
-        return self.parts[0].nbytes // self.parts[0].shape[0]
-
-    @property
-    def num_columns(self) -> int:
-        form, columns = self.format, self.parts[0].shape[1]
-        return columns if form is None else columns // form.tile_nbytes * form.group
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def num_units(self) -> int:
         return sum(part.shape[0] for part in self.parts)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    def begins(self, units: Sequence[int]) -> Iterator[int]:
-        """Offsets in the file."""
-        ends = np.cumsum([part.shape[0] for part in self.parts])
-        for unit, number in zip(units, np.searchsorted(ends, units, side="right").tolist(), strict=True):
-            part = self.parts[number]
-            yield part.begin + (unit - int(ends[number]) + part.shape[0]) * self.unit_nbytes
+    def begins(self, units: Sequence[int]) -> list[int]:
+        """Offsets of units in the file."""
+        firsts = np.cumsum([0, *(part.shape[0] for part in self.parts[:-1])])
+        at = np.searchsorted(firsts, units, side="right") - 1
+        every = np.array([part.begin for part in self.parts])[at]
+        return (every + (units - firsts[at]) * (self.nbytes // self.num_units)).tolist()  # type: ignore[no-any-return]
 
     def decode(self, units: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
         """Rows in `dtype` from bytes [units, nbytes]."""
@@ -134,18 +100,43 @@ class Table:
         return torch.from_numpy(units).view(str_to_torch_dtype[self.parts[0].dtype]).to(dtype)
 
 
-def tables_of(store: PackedStore) -> tuple[tuple[Table, ...], PackedStore]:
+def find_tables(model: PreTrainedModel, tensors: Mapping[str, Any], formats: Mapping[str, str]) -> list[Table]:
+    """The tables of a model on the meta device among the dense tensors of its store, which has layers in `formats`."""
+    if not (modules := table_modules(model)):
+        return []
+    tables, (groups, _) = list[Table](), Conversion(model).groups(tensors)
+    for path, module in modules.items():
+        tiles, group = tiles_name(path), groups.get(f"{path}.weight")
+        if tiles in tensors:
+            if tensors[tiles].nbytes > TABLE_NBYTES or not can_be_tiled(module):
+                form = FORMATS[formats[path]]
+                tables.append(Table(path, (tiles,), (tensors[tiles],), form, module.embedding_dim))
+        elif group is not None:
+            parts = tuple(tensors[name] for name in group.names)
+            is_joined = [(type(step).__name__, getattr(step, "dim", None)) for step in group.operations]
+            if (
+                is_joined in ([], [("Concatenate", 0)])
+                and len(group.sources) == 1
+                and {part.dtype for part in parts} <= {*IS_FLOAT}
+                and {part.shape[1:] for part in parts} == {(module.embedding_dim,)}
+                and sum(part.shape[0] for part in parts) == module.num_embeddings
+            ):
+                tables.append(Table(path, tuple(group.names), parts, None, module.embedding_dim))
+    return tables
+
+
+def without(tables: Sequence[Table], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    inside = {name for table in tables for name in table.names}
+    return {name: tensor for name, tensor in tensors.items() if name not in inside}
+
+
+def tables_of(store: PackedStore) -> tuple[list[Table], PackedStore]:
     """The tables of a store, and the store as one whose dense part is the rest, which is what memory holds."""
     if store.dense_nbytes <= TABLE_NBYTES:
-        return (), store
-    names = find_tables(build_meta_model(store.folder, getattr(torch, store.manifest.dtype)), store.dense)
-    formats = store.manifest.dense_formats
-    tables = tuple(
-        Table(path, tuple(store.dense[name] for name in of_table), FORMATS[formats[path]] if path in formats else None)
-        for path, of_table in names.items()
-    )
-    inside = {name for of_table in names.values() for name in of_table}
-    return tables, replace(store, dense={name: info for name, info in store.dense.items() if name not in inside})
+        return [], store
+    model = build_meta_model(store.folder, getattr(torch, store.manifest.dtype))
+    tables = find_tables(model, store.dense, store.manifest.dense_formats)
+    return tables, replace(store, dense=without(tables, store.dense))
 
 
 # -- in place of weights -----------------------------------------------------------------------------------------------
@@ -197,20 +188,32 @@ def leave_in_store(model: nn.Module, paths: Sequence[str]) -> None:
 class Tables:
     """The tables of one loaded model. Threads may look something up at the same time: their reads take turns."""
 
-    def __init__(self, folder: Path, tables: Sequence[Table], readers: Any, cache_nbytes: int = 0) -> None:
-        """`readers`: the class of the readers. `cache_nbytes`: of rows that are kept, those that were used last. Raises
-        as that.
+    def __init__(self, folder: Path, tables: Sequence[Table], readers: Any, check: Any, cache_nbytes: int = 0) -> None:
+        """`readers`: the class of the readers. `check`: compares the file with its checksum, if it is to be compared,
+        and raises StoreError. `cache_nbytes`: for rows that are kept, those that were used last.
         """
-        self._tables, self._path = tables, folder / DENSE_NAME
-        self._file_nbytes = self._path.stat().st_size
-        longest = max(table.unit_nbytes // PAGE_NBYTES + 2 for table in tables) * PAGE_NBYTES
-        self._buffer = memoryview(mmap.mmap(-1, max(_IN_FLIGHT_NBYTES, longest)))
+        self._tables, self._path, self._new_readers, self._check = tables, folder / DENSE_NAME, readers, check
+        self._unit_nbytes = [table.nbytes // table.num_units for table in tables]
+        self._pages = [nbytes // PAGE_NBYTES + 2 for nbytes in self._unit_nbytes]  # of a unit, at most
+        self._buffer = memoryview(mmap.mmap(-1, max(_IN_FLIGHT_NBYTES, max(self._pages) * PAGE_NBYTES)))
         self._bytes = np.frombuffer(self._buffer, np.uint8)
         self._kept, self._kept_nbytes = OrderedDict[tuple[int, int], Any](), 0
         self._cache_nbytes = cache_nbytes
         self._lock, self._process, self._is_closed = threading.Lock(), os.getpid(), False
-        file = LayerFile(self._path, 0, None, range(-(-self._file_nbytes // PAGE_NBYTES)))
-        self._readers = readers(lambda layer: file, _PAGE, self._buffer_of)
+        self._open()
+
+    def _open(self) -> None:
+        self._about = self._path.stat()
+        file = LayerFile(self._path, 0, None, range(-(-self._about.st_size // PAGE_NBYTES)))
+        self._readers = self._new_readers(lambda layer: file, _PAGE, self._buffer_of)
+
+    def close(self) -> None:
+        """End the threads and close the file. Idempotent."""
+        if os.getpid() != self._process:  # a forked child, where somebody may hold the lock for ever
+            return
+        with self._lock:
+            self._is_closed = True
+            self._readers.close()
 
     def bind(self, model: nn.Module, device: torch.device) -> None:
         """Let the modules of a model on `device` look up rows."""
@@ -231,68 +234,68 @@ class Tables:
         per = table.rows_of_unit
         # Of a size that depends on numbers: no program (model/programs.py) takes this for a part of it.
         units, places = torch.unique(host // per, return_inverse=True)
-        if len(units) and (int(units[0]) < 0 or int(units[-1]) >= table.num_units):
+        if not len(host):
+            return ids.new_empty(*ids.shape, table.num_columns, dtype=dtype)
+        if int(units[0]) < 0 or int(units[-1]) >= table.num_units:
             raise IndexError("index out of range in self")  # torch's words
-        rows, columns = places * per + host % per, table.num_columns
-        out, first = torch.empty(len(host), columns, dtype=dtype), 0
-        step = len(self._buffer) // PAGE_NBYTES // (table.unit_nbytes // PAGE_NBYTES + 2)
-        for some in units.split(step) if len(units) else ():
+        rows, first = places * per + host % per, 0
+        out = torch.empty(len(host), table.num_columns, dtype=dtype)
+        for some in units.split(len(self._buffer) // PAGE_NBYTES // self._pages[number]):
             with self._lock:
                 read = self._read(number, some.tolist())
             is_in = (rows >= first) & (rows < first + per * len(some))
             out[is_in] = table.decode(read, dtype)[rows[is_in] - first]
             first += per * len(some)
-        return out.view(*ids.shape, columns).to(ids.device)
-
-    def close(self) -> None:
-        """End the threads and close the file. Idempotent."""
-        if os.getpid() != self._process:  # a forked child, where somebody may hold the lock for ever
-            return
-        with self._lock:
-            self._is_closed = True
-            self._readers.close()
+        return out.view(*ids.shape, table.num_columns).to(ids.device)
 
     def _read(self, number: int, units: list[int]) -> np.ndarray[Any, Any]:
         """Bytes [units, nbytes]: kept ones, and the rest in one batch of reads."""
         if self._is_closed:
             raise EngineClosedError("this model was unloaded; call expertly.load again")
-        table = self._tables[number]
-        nbytes, made = table.unit_nbytes, np.empty((len(units), table.unit_nbytes), np.uint8)
-        absent = []
+        nbytes = self._unit_nbytes[number]
+        made, absent = np.empty((len(units), nbytes), np.uint8), list[int]()
         for place, unit in enumerate(units):
             if (kept := self._kept.get((number, unit))) is None:
-                absent.append((place, unit))
+                absent.append(place)
             else:
                 made[place] = kept
                 self._kept.move_to_end((number, unit))
-        spans: list[list[int]] = []  # first page, page behind the last, page in the buffer
-        offsets = []  # in the buffer
-        for begin in table.begins([unit for _, unit in absent]):
-            first, behind = begin // PAGE_NBYTES, -(-(begin + nbytes) // PAGE_NBYTES)
-            if spans and spans[-1][0] <= first <= spans[-1][1]:
-                spans[-1][1] = max(behind, spans[-1][1])
-            else:
-                spans.append([first, behind, spans[-1][2] + spans[-1][1] - spans[-1][0] if spans else 0])
-            offsets.append((spans[-1][2] - spans[-1][0]) * PAGE_NBYTES + begin)
-        self._bring([Span(0, first, 0, behind - first, place) for first, behind, place in spans])
-        for (place, unit), offset in zip(absent, offsets, strict=True):
+        begins = self._tables[number].begins([units[place] for place in absent])
+        pages = [(begin // PAGE_NBYTES, -(-(begin + nbytes) // PAGE_NBYTES)) for begin in begins]
+        step = self._pages[number]
+        self._bring([Span(0, page, 0, end - page, at * step) for at, (page, end) in enumerate(pages)])
+        for at, (place, begin) in enumerate(zip(absent, begins, strict=True)):
+            offset = at * step * PAGE_NBYTES + begin % PAGE_NBYTES
             made[place] = self._bytes[offset : offset + nbytes]
-            self._keep((number, unit), made[place])
+            self._keep((number, units[place]), made[place])
         return made
 
-    def _bring(self, spans: list[Span]) -> None:
+    def _bring(self, spans: list[Span], *, is_again: bool = False) -> None:
         try:
             if self._readers.num_in_flight:  # of a look-up that was interrupted twice
                 self._readers.drain()
             self._readers.submit(spans)
             while self._readers.num_in_flight:
                 self._readers.wait()
-        except BaseException:  # also an interrupt: nothing writes into the buffer when it is used again
+        except BaseException as error:  # also an interrupt: nothing writes into the buffer when it is used again
             self._readers.drain()
-            raise
+            if is_again or not isinstance(error, TransferError) or not self._is_same_again():
+                raise
+            self._bring(spans, is_again=True)
+
+    def _is_same_again(self) -> bool:
+        """Whether the file changed outside, as by a copy of itself, and still has the bytes that it should have."""
+        with contextlib.suppress(StoreError, OSError):
+            if self._check is not None and self._path.stat().st_ctime_ns != self._about.st_ctime_ns:
+                self._check()
+                before = self._readers
+                self._open()
+                before.close()
+                return True
+        return False
 
     def _buffer_of(self, span: Span) -> memoryview:
-        nbytes = min(span.num_segments * PAGE_NBYTES, self._file_nbytes - span.expert * PAGE_NBYTES)
+        nbytes = min(span.num_segments * PAGE_NBYTES, self._about.st_size - span.expert * PAGE_NBYTES)
         return self._buffer[span.slot * PAGE_NBYTES :][:nbytes]
 
     def _keep(self, key: tuple[int, int], unit: np.ndarray[Any, Any]) -> None:
