@@ -10,11 +10,27 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from tests.families import VOCAB_SIZE, draw_weights
 
 NUM_LAYERS = 4
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+GEMMA4 = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16}
+QWEN4_EXP = {
+    "ngram_vocab_size_base": 100,
+    "heads_per_ngram": 2,
+    "split_ngram_parts": 2,
+    "ple_embed_dim": 32,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "indexer_kv_heads": 1,
+    "indexer_n_heads": 2,
+    "indexer_head_dim": 16,
+    "ple_layer_ids": [1],
+    "eos_token_id": 2,
+}
 
 SIZES = {
     "(.*_)?vocab_size(_.*)?": VOCAB_SIZE,
@@ -39,28 +55,62 @@ SIZES = {
 
 # fmt: off
 MORE: dict[str, dict[str, Any]] = {
+    "deepseek_ocr2": {"text_config": {
+        "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    }},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
-    "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "dots3_note": {
+        "text_config": {"head_dim": 16}, "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
     "dots3_note_text": {"head_dim": 16},
+    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [16, 8], "rope_parameters": ROPE | {
+        "mrope_section": [1, 1, 2],
+    }}},
+    "gemma4": {"text_config": GEMMA4},
+    "gemma4_text": GEMMA4,
+    "glm4v_moe": {
+        "text_config": {"rope_parameters": ROPE | {"mrope_section": [1, 0, 1], "partial_rotary_factor": 0.5}},
+        "vision_config": {"depth": 1, "out_hidden_size": 32, "image_size": 28},
+    },
+    "glm5_next": {"text_config": {"index_kpool": 4, "qk_rope_head_dim": 0}},
     "granitemoehybrid": {
         "mamba_n_heads": 8,
         "mamba_d_head": 8,
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
     "hunyuan_v1_moe": {"head_dim": 8},
+    "hy_v4_vl": {"text_config": {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}}},
+    "inkling2": {"vision_config": {"text_hidden_size": 32}},
+    "inkling2_loop": {"vision_config": {"text_hidden_size": 32}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["full_attention", "conv", "full_attention", "conv"]},
+    "llama4_text": {"num_experts_per_tok": 1},
+    "llama4": {"text_config": {"num_experts_per_tok": 1}},
+    "longcat_flash": {"zero_expert_num": 4},
+    "mistral4": {"head_dim": 16},
+    "muse_spark": {"text_config": {"moe_hidden_size": 24},
+                   "audio_config": {"out_hidden_size": 32, "hidden_sizes": [8] * 4, "depths": [1] * 4},
+                   "out_hidden_size": 64, "projector_hidden_size": 16},
     "nemotron_h": {"mamba_num_heads": 8, "n_groups": 2},
-    "qwen4_exp_text": {
-        "ngram_vocab_size_base": 100, "heads_per_ngram": 2, "split_ngram_parts": 2, "ple_embed_dim": 32,
-        "indexer_budget": 8, "indexer_compress_ratio": 2, "indexer_kv_heads": 1, "indexer_n_heads": 2,
-        "indexer_head_dim": 16, "ple_layer_ids": [1], "eos_token_id": 2,
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}, "video_temporal_patch_size": 2},
+    "qwen3_omni_moe_thinker": {
+        "audio_config": {"encoder_attention_heads": 4, "num_attention_heads": 4}, "vision_start_token_id": 120,
     },
+    "qwen4_exp": {"text_config": QWEN4_EXP},
+    "qwen4_exp_text": QWEN4_EXP,
+    "step3p7": {"text_config": {
+        "sliding_window": 16, "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "swiglu_limits": [None, None, 2.0, None],
+    }},
     "zaya": {"num_experts_per_tok": 1},
 }
 # fmt: on
 """What the rule cannot know: fields that a family's default leaves out or that hang together."""
+
+TEXTS = {"kimi_k25": "deepseek_v3", "mistral3": "mistral4", "nemotron_h_omni": "nemotron_h", "lfm2_vl": "lfm2_moe"}
+"""Models of images and any text, and the text with experts that they are published with."""
 
 _EXPERTS = "Experts$|MoE|Moe[A-Z]|MOE"
 """Names of classes in the modeling file of a family with experts."""
@@ -68,27 +118,44 @@ _EXPERTS = "Experts$|MoE|Moe[A-Z]|MOE"
 
 @cache
 def families() -> dict[str, type[PreTrainedModel]]:
-    """The model of every type whose modeling file has experts. Of a type that wraps another one, the other."""
-    found: dict[str, type[PreTrainedModel]] = {}
-    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        if model_type not in CONFIG_MAPPING:
-            continue
-        kind = CONFIG_MAPPING[model_type]
-        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
-        model = model[0] if isinstance(model, tuple) else model
-        names = vars(importlib.import_module(model.__module__))
-        text = kind.sub_configs.get("text_config")
-        has_experts = any(isinstance(member, type) and re.search(_EXPERTS, name) for name, member in names.items())
-        if has_experts and text not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            found[model_type] = model
-    return dict(sorted(found.items()))
+    """The model of every type whose modeling file has experts: of text, or as it is published, of images and text."""
+    models: dict[str, type[PreTrainedModel]] = {}
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
+        for model_type in CONFIG_MAPPING:
+            kind = CONFIG_MAPPING[model_type]
+            if kind not in mapping or (not _has_experts(mapping[kind]) and model_type not in TEXTS):
+                continue
+            model: Any = mapping[kind]
+            models[model_type] = model[0] if isinstance(model, tuple) else model
+    return dict(sorted(models.items()))
+
+
+def _has_experts(model: Any) -> bool:
+    model = model[0] if isinstance(model, tuple) else model
+    members = vars(importlib.import_module(model.__module__)).values()
+    names = [member.__name__ for member in members if getattr(member, "__module__", None) == model.__module__]
+    return any(re.search(_EXPERTS, name) for name in names)
 
 
 def make_config(model_type: str) -> PreTrainedConfig:
     """The family's default made small."""
     kind = CONFIG_MAPPING[model_type]
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-    return kind(**(_small(kind().to_dict()) | tokens | MORE.get(model_type, {})))
+    values = _small(kind().to_dict())
+    if model_type in TEXTS:
+        text = TEXTS[model_type]
+        values["text_config"] = _small(CONFIG_MAPPING[text]().to_dict()) | MORE.get(text, {}) | {"model_type": text}
+    of_text = values["text_config"] if kind.sub_configs.get("text_config") else values
+    of_text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    return kind(**_joined(values, MORE.get(model_type, {})))
+
+
+def _joined(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    inner = {
+        key: _joined(values[key], value)
+        for key, value in more.items()
+        if isinstance(value, dict) and isinstance(values.get(key), dict)
+    }
+    return values | more | inner
 
 
 def _small(values: dict[str, Any]) -> dict[str, Any]:
@@ -133,6 +200,11 @@ def make_model(model_type: str, seed: int = 1) -> PreTrainedModel:
         torch.manual_seed(0)
         model = families()[model_type](make_config(model_type))
     draw_weights(model, seed)
+    for table in model.buffers():
+        if table.dtype == torch.long and table.shape == (VOCAB_SIZE, 2):  # the experts of each token
+            table[:, 0], table[:, 1] = torch.arange(VOCAB_SIZE) % 8, torch.arange(VOCAB_SIZE) % 7 // 2 + 4
+            table[:, 1] += table[:, 0] == table[:, 1]
+            table %= 8
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()

@@ -7,7 +7,8 @@ the predictor did not ask for it. All arrays are read-only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -63,6 +64,7 @@ class Began:
     embedding: Floats | None = None  # [T, H] the model's input embedding of the row
     layers: range | None = None  # MoE layers of the stack that runs (an encoder and a decoder are two); None: all
     token_ids: npt.NDArray[np.int32] | None = None  # [T] below 0: unknown
+    choices: Mapping[int, Ids] = field(default_factory=dict)  # [T, K] of layers whose router goes by the token alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,9 @@ class LayerCompute:
         self._neurons_per_segment = geometry.intermediate_size // num_segments
         is_gated = geometry.num_matrices == 3
         self._activate = _activation(module, is_gated, dtype)
+        norm: Any = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+        self.norm: nn.Module | None = None if norm is None else norm.to(rows.device)
+        """Of each expert's output, [n, H]; or None."""
         self._in_bias, self.down_bias = _biases(module, is_gated, experts, rows.device)
         self._format = form = expert_format(geometry.format) if geometry.format else None
         self._slot_nbytes = geometry.expert_nbytes // num_segments
@@ -175,6 +178,7 @@ class LayerCompute:
         x, ids, weights, out = tensors
         if (
             self.products is None
+            or self.norm is not None
             or x.shape[0] > self.max_tokens
             or not x.dtype == out.dtype == self.dtype
             or weights.dtype not in (torch.float32, self.dtype)

@@ -5,6 +5,7 @@ T rows without pads, E experts, K top-k, H hidden, D distances looked ahead.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -105,7 +106,7 @@ class Collector:
         distance: int,
     ) -> None:
         """`routers`: the routers of all layers, where one of OF_ROUTERS is wanted; `distance`: layers to look ahead.
-        Raises CannotLookAheadError where a router cannot look ahead, ConfigError where one does not show its inputs.
+        Raises CannotLookAheadError where no router can look ahead, ConfigError where one does not show its inputs.
         """
         self._wants = frozenset(wants)
         self._layers = layers
@@ -116,10 +117,18 @@ class Collector:
         self._info: IterationInfo | None = None
         self._is_real: Mask | None = None  # None: all rows are
         self._seen: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # router input [T, H], logits [T, E]
-        deaf = [layer for layer, router in enumerate(routers) if router is None or not router.can_look_ahead]
-        if "lookahead" in self._wants and deaf:
+        looks_ahead = "lookahead" in self._wants
+        self._of_tokens = {
+            layer: router.of_tokens
+            for layer, router in enumerate(routers)
+            if looks_ahead and router is not None and router.of_tokens is not None
+        }
+        deaf = {layer for layer, router in enumerate(routers) if router is None or not router.can_look_ahead}
+        self.left_out = sorted(deaf - self._of_tokens.keys()) if looks_ahead else []
+        """Layers of which nothing is predicted, since nothing can ask their routers."""
+        if looks_ahead and len(deaf) == len(routers):
             raise CannotLookAheadError(
-                f"prediction: it looks ahead, but nothing can ask the routers of layers {deaf} to do so"
+                f"prediction: it looks ahead, but nothing can ask the routers of layers {sorted(deaf)} to do so"
             )
         unseen = [layer for layer, router in enumerate(routers) if router is None]
         if "inputs" in self._wants and unseen:
@@ -157,12 +166,18 @@ class Collector:
                     with torch.no_grad():
                         embedding = saturated_half(self._embed(_cut(info.token_ids, is_real)))
             token_ids = info.token_ids if "token_ids" in self._wants else None
+            choices = {}
+            if info.token_ids is not None:
+                tokens = torch.from_numpy(_cut(info.token_ids, is_real))
+                of_stack = (layer for layer in self._of_tokens if info.layers is None or layer in info.layers)
+                choices = {layer: _read_only(self._of_tokens[layer][tokens].numpy()) for layer in of_stack}
             return Began(
                 _read_only(_cut(requests, is_real)),
                 _read_only(_cut(info.is_prefill, is_real)),
                 None if embedding is None else _read_only(embedding.astype(np.float32)),
                 info.layers,
                 None if token_ids is None else _read_only(_cut(token_ids, is_real)),
+                choices,
             )
 
         return began
@@ -222,7 +237,7 @@ class Collector:
             if ahead is None:
                 break
             router = self._routers[ahead]
-            if router is not None and router.hidden_size == inputs.shape[-1]:
+            if router is not None and router.can_look_ahead and router.hidden_size == inputs.shape[-1]:
                 scores = router.scores(inputs).half().cpu().numpy()
                 lookahead[:, distance - 1, : scores.shape[-1]] = scores
         return lookahead
@@ -255,7 +270,7 @@ class Prefetching:
         self.saved = saved
         self.error: Exception | None = None
         """The predictor's exception."""
-        self.routed = collector.routed
+        self.routed, self.left_out = collector.routed, collector.left_out
         self._collector = collector
         device = executor.shard.device.torch_device
         self._beside = kind_of(device).beside(device)  # what is observed is complete: wait for nothing queued since
@@ -316,7 +331,7 @@ def make_prefetching(
     learned predictor.
 
     Where the predictor sees routers, one forward pass finds them; the engine does not count it. Raises
-    CannotLookAheadError where a router cannot look ahead, ConfigError where the model does not show what the predictor
+    CannotLookAheadError where no router can look ahead, ConfigError where the model does not show what the predictor
     must see or the weights are another model's.
     """
     geometry = engine.executor.geometry
@@ -334,6 +349,11 @@ def make_prefetching(
                 f"this model's have {width}"
             )
     collector = Collector(predictor.wants, geometry.layers, routers, embedder(model), system.distance)
+    if collector.left_out:
+        logging.getLogger("expertly").warning(
+            "prediction: nothing can ask the routers of layers %s early: their experts are loaded when they are chosen",
+            collector.left_out,
+        )
     saved = None
     if keeps_learned and predictor.learned is not None:
         width = model.get_input_embeddings().weight.shape[1]

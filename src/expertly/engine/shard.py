@@ -134,7 +134,7 @@ class Shard:
         experts stay resident and nobody looks at the choice (`is_seen`), the layer is complete: see `count`.
         """
         compute = self._layers[layer]
-        if compute.slots is None or len(hidden) > EARLY_TOKENS:
+        if compute.slots is None or compute.norm is not None or len(hidden) > EARLY_TOKENS:
             return None
         first = self.geometry.first_expert_id(layer)
         spans = self.scheduler.cache.whole[first : first + self.geometry.layers[layer].num_experts]
@@ -180,12 +180,13 @@ class Shard:
         """
         device, router = self.device, work.router
         device.waits = []
-        call = LayerCall(self._layers[router.layer], work, hidden, early)
+        layer = self._layers[router.layer]
+        call = LayerCall(layer, work, hidden, early)
         compute = _using(device, call.compute) if device.queues_uses else call.compute
         if early is not None:
             compute = self._without(early, router.experts, compute)
         run_layer(self.scheduler, device, router, compute, self.prefetcher, routed, together=call.takes_several)
-        return call.outputs, device.waits
+        return call.outputs if layer.norm is None else layer.norm(call.outputs), device.waits
 
     def _without(
         self, early: Early, experts: Sequence[int], compute: Callable[[Sequence[Span]], None]

@@ -106,6 +106,7 @@ def _of_prediction(prefetching: Prefetching) -> dict[str, Any]:
         "history": ("warm" if was_read else "cold") if prefetching.predictor.is_taught() else None,
         "maps_file": None if saved is None else str(saved.path),
         "maps_read": 0 if saved is None else saved.num_read,
+        "layers_left_out": prefetching.left_out,
         "maps_problem": None if saved is None else saved.problem,
     }
 

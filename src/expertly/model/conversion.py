@@ -71,6 +71,11 @@ class Group:
         return self.converter is not None and any("*" in pattern for pattern in self.sources)
 
     @property
+    def is_shared(self) -> bool:
+        """Whether experts of several modules are numbered as one."""
+        return self.is_per_expert and len(self.converter.target_patterns) > 1  # type: ignore[union-attr]
+
+    @property
     def is_rowwise(self) -> bool:
         """Whether row e of the parameter depends on the e-th tensors, or row e of a tensor, alone."""
         known = ("Concatenate", "ConcatenateRows", "Transpose", "Interleave", "Dequantize")
@@ -467,10 +472,12 @@ class ExpertsReader:
         for pattern, names in group.sources.items():
             if not group.is_per_expert and len(names) != 1:
                 raise CheckpointError(f"{folder}: tensors {', '.join(names[:3])} all claim to be {target}")
+            if group.is_shared:
+                continue  # `_check_made` sees how they are split
             numbers = group.expert_numbers(pattern) if group.is_per_expert else set()
             absent = sorted({*range(num_experts)} - numbers) if numbers else []
             problem = f": expert {absent[0]} is not in the checkpoint" if absent else ""
-            if group.is_per_expert and len(names) != num_experts:
+            if group.is_per_expert and len(names) not in (num_experts, self._conversion.shape(target)[0]):
                 problem = (
                     f": the checkpoint has {len(names)} experts, but config.json says {num_experts} (tensor "
                     f"{names[0]!r} and its like){problem}"

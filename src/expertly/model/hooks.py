@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from expertly.core.errors import ModelUseError
@@ -162,7 +162,12 @@ def bind(module: Any, layer: int, runtime: Runtime) -> None:
     """Give an experts module its runtime: two models of one family may have two."""
     module._expertly_layer = layer
     module._expertly_runtime = runtime
-    if type(module).forward not in (experts_forward, _switch_forward):  # without asking the config each time
+    if type(module).forward not in (
+        experts_forward,
+        _switch_forward,
+        _rows_forward,
+        _passing_forward,
+    ):  # without asking the config each time
         module.__class__ = look_alike(type(module), forward=experts_forward)
 
 
@@ -192,6 +197,12 @@ def strip(model: Any, site: ExpertsSite) -> Any:
     if site.is_fused:
         for name in site.weight_names:
             delattr(module, name)
+        if not hasattr(module, "is_transposed"):  # not on the interface
+            module.is_transposed, module.is_concatenated = site.is_transposed, site.is_concatenated
+            module.has_gate, module.has_bias, module.num_experts = True, False, site.geometry.num_experts
+            forward = _rows_forward if site.takes_rows else _passing_forward if site.passes_on else experts_forward
+            gate = {} if hasattr(type(module), "_apply_gate") else {"_apply_gate": _default_apply_gate}
+            module.__class__ = look_alike(type(module), forward=forward, **gate)
         return module
     activation = next(iter(module.values())).act
     module.clear()
@@ -211,6 +222,26 @@ def _switch_forward(
     is_chosen, index = selected_experts.max(dim=-1)  # [T, 1] each
     index = torch.where(is_chosen > 0, index, self.num_experts)  # no such expert
     return experts_forward(self, hidden_states, index, routing_weights)
+
+
+def _rows_forward(self: Any, rows: torch.Tensor) -> torch.Tensor:
+    """[E * T, H] from all tokens for each expert, [E * T, H], scaled by its weight: zeros where it was not chosen."""
+    outputs = torch.zeros_like(rows)
+    of_expert = rows.unflatten(0, (self.num_experts, -1))
+    token, expert = of_expert.any(-1).T.nonzero().unbind(1)
+    ones = rows.new_ones(len(token), 1)
+    chosen = experts_forward(self, of_expert[expert, token], expert[:, None], ones)
+    outputs.unflatten(0, (self.num_experts, -1))[expert, token] = chosen
+    return outputs
+
+
+def _passing_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """`experts_forward`, where an id of E or more passes its token on."""
+    passed = (top_k_weights * (top_k_index >= self.num_experts)).sum(-1, keepdim=True)
+    outputs = experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    return outputs + (hidden_states * passed).to(outputs.dtype)
 
 
 # -- forward passes ----------------------------------------------------------------------------------------------------

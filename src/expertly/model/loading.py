@@ -314,11 +314,10 @@ def _strip(model: PreTrainedModel, manifest: Manifest, tables: Sequence[str]) ->
     for site, packed in zip(sites, manifest.layers, strict=True):
         if site.geometry != packed.unquantised():
             raise StoreError(f"{site.name}: the store holds {packed}, its config makes {site.geometry}; pack it again")
-        # transformers' initialisers access these weights by name: in the module itself, of switch in its parent.
+        # transformers' initialisers access these weights by name: in the module itself, or in its parent.
         hooks.strip(model, site)._is_hf_initialized = True
-        if not site.is_fused:
-            parent: Any = model.get_submodule(site.name.rpartition(".")[0])
-            parent._is_hf_initialized = True
+        parent: Any = model.get_submodule(site.name.rpartition(".")[0])
+        parent._is_hf_initialized = True
     leave_in_store(model, tables)
     try:
         put_tiles(model, {path: form for path, form in manifest.dense_formats.items() if path not in tables})

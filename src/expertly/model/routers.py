@@ -44,14 +44,18 @@ class HookedRouter:
     """One layer's router: hook it, or call it with other hidden states."""
 
     def __init__(self, layer: int, call: _RouterCall, position: int, block: _Block) -> None:
-        self.layer, self.hidden_size = layer, int(call.inputs.shape[-1])
-        self._module, self._position = call.module, position
+        self.layer, self.hidden_size, self._num_experts = layer, int(call.inputs.shape[-1]), block.num_experts
+        self._module, self._position, self._num_dims = call.module, position, call.inputs.dim()
         self._args, self._kwargs = call.args, call.kwargs
         self._handle: Any = None
         logits = _rows(call.parts[position]).float()
         self._is_normalised = bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < _TOLERANCE).all())
         self.scoring = "softmax" if self._is_normalised else _scoring(logits, block.index, block.weights)
-        self.can_look_ahead = self._gives(_rows(call.inputs)[:_NUM_COMPARED], logits[:_NUM_COMPARED])
+        self.of_tokens = block.of_tokens()
+        """The experts [V, K] of each token of the vocabulary, in host memory, where tokens alone choose; or None."""
+        self.can_look_ahead = self.of_tokens is None and self._gives(
+            _rows(call.inputs)[:_NUM_COMPARED], logits[:_NUM_COMPARED]
+        )
         """Whether it can be called with hidden states alone. Some routers need more."""
 
     def attach(self, ran: Ran) -> None:
@@ -73,6 +77,8 @@ class HookedRouter:
         """Logits [T, E] for hidden states [T, H], with its other arguments as in the last pass.
         Hooks are not called.
         """
+        if self._num_dims == 3:  # as the model calls it
+            router_input = router_input.unsqueeze(0)
         with torch.no_grad():
             output = self._module.forward(router_input, *self._args, **self._kwargs)
         return _rows(_parts_of(output)[self._position])
@@ -86,13 +92,17 @@ class HookedRouter:
         return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
 
     def normalised(self, logits: torch.Tensor) -> torch.Tensor:
-        """Routing scores [..., E] in float32 that sum to 1: the softmax, or each sigmoid's share of their sum."""
+        """Routing scores [..., E] in float32 that sum to 1: the softmax, or each sigmoid's share of their sum. Those of
+        choices that are no expert are left out.
+        """
         if self._is_normalised:
-            return logits.float()
-        if self.scoring == "softmax":
-            return logits.softmax(dim=-1, dtype=torch.float32)
-        scores = logits.float().sigmoid()
-        return scores / scores.sum(dim=-1, keepdim=True)
+            scores = logits.float()
+        elif self.scoring == "softmax":
+            scores = logits.softmax(dim=-1, dtype=torch.float32)
+        else:
+            scores = logits.float().sigmoid()
+            scores = scores / scores.sum(dim=-1, keepdim=True)
+        return scores[..., : self._num_experts]
 
     def scores(self, router_input: torch.Tensor) -> torch.Tensor:
         """Normalised routing scores [T, E] of hidden states [T, H]."""
@@ -102,9 +112,9 @@ class HookedRouter:
 def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> list[HookedRouter | None]:
     """The router of each MoE layer of a loaded model; None where no module beside the experts is one.
 
-    A router is the module whose output contains the choice that the experts received; its logits are the [T, E] in the
-    same output. Otherwise it is the outermost module with the experts' input whose output is [T, E]. The forward pass
-    that finds them is not told to the runtime.
+    A router is the module whose output contains the choice that the experts received, or scores of which it is the K
+    best; its logits are the [T, E] in the same output. Otherwise it is the outermost module with the experts' input
+    whose output is [T, E]. The forward pass that finds them is not told to the runtime.
     """
     blocks = _watch_blocks(model)
     return [_find(number, blocks[number], layer.num_experts) for number, layer in enumerate(layers)]
@@ -113,28 +123,32 @@ def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> lis
 def _find(layer: int, block: _Block, num_experts: int) -> HookedRouter | None:
     if block.choice is None:  # it has not run
         return None
+    block.num_experts = num_experts
     calls = [call for call in block.calls.values() if any(_is_same(part, block.choice) for part in call.parts)]
     outermost_first = [block.calls[name] for name in sorted(block.calls, key=lambda name: name.count("."))]
+    calls += [call for call in outermost_first if len(call.parts) > 1 and block.has_best(call.parts)]
     calls += [call for call in outermost_first if len(call.parts) == 1 and _is_same(call.inputs, block.hidden)]
     for call in calls:
-        position = _logits_position(call.parts, block, num_experts)
+        position = _logits_position(call.parts, block)
         if position is not None:
             return HookedRouter(layer, call, position, block)
     return None
 
 
-def _logits_position(parts: list[Any], block: _Block, num_experts: int) -> int | None:
-    """The position of the logits [T, E] in a router's output. Where K = E the experts' weights have that shape, too,
-    and are taken last.
+def _logits_position(parts: list[Any], block: _Block) -> int | None:
+    """The position of the logits [T, E] in a router's output, or of more columns where a choice may be no expert. Where
+    K = E the experts' weights have that shape, too, and are taken last.
     """
-    num_elements = block.hidden.shape[0] * num_experts
+    num_experts = block.num_experts
+    may_be_none = bool((block.index >= num_experts).any())
     positions = [
         i
         for i, part in enumerate(parts)
         if isinstance(part, torch.Tensor)
         and part.is_floating_point()
-        and part.shape[-1:] == (num_experts,)
-        and part.numel() == num_elements
+        and part.dim() > 1
+        and (part.shape[-1] == num_experts or (may_be_none and part.shape[-1] > num_experts))
+        and part.numel() == block.hidden.shape[0] * part.shape[-1]
     ]
     return min(positions, key=lambda i: _is_same(parts[i], block.weights), default=None)
 
@@ -175,18 +189,37 @@ class _Block:
     hidden: torch.Tensor  # [T, H]
     index: torch.Tensor  # [T, K]
     weights: torch.Tensor  # [T, K]
+    num_experts: int
 
-    def __init__(self) -> None:
+    def __init__(self, parent: nn.Module) -> None:
         self.calls: dict[str, _RouterCall] = {}
+        self._parent = parent
+        self.token_ids: torch.Tensor  # [T]
 
     def forward_experts(
         self, module: nn.Module, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         self.hidden, self.index, self.weights = hidden, index, weights
+        self.choice = index if self.choice is None else self.choice
         return torch.zeros_like(hidden)
 
+    def of_tokens(self) -> torch.Tensor | None:
+        """The table [V, K] whose rows at the tokens' ids are what the experts received."""
+        for table in (*self._parent.buffers(), *self._parent.parameters()):
+            is_whole = not table.is_floating_point() and table.shape[1:] == self.index.shape[1:]
+            if is_whole and len(table) > int(self.token_ids.max()) and _is_same(table[self.token_ids], self.index):
+                return table.detach().cpu()
+        return None
+
+    def has_best(self, parts: list[Any]) -> bool:
+        """Whether the choice is the K best of one of them."""
+        position = _logits_position(parts, self)
+        top_k = self.index.shape[-1]
+        best = None if position is None else _rows(parts[position]).topk(top_k).indices
+        return best is not None and _is_same(best.sort().values, self.index.sort().values)
+
     def note_choice(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        self.choice = args[1]
+        self.choice = args[1] if len(args) > 1 else None
 
     def note_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         inputs, args, kwargs = _split_arguments(args, kwargs)
@@ -201,12 +234,12 @@ def _watch_blocks(model: PreTrainedModel) -> list[_Block]:
     with torch.no_grad(), hooks.unannounced(model), contextlib.ExitStack() as undone:
         for layer, module in enumerate(hooks.experts_modules(model)):
             untyped: Any = module
-            block: Any = _Block()
+            parent = model.get_submodule(paths[module].rpartition(".")[0])
+            block: Any = _Block(parent)
             blocks.append(block)
             undone.callback(hooks.bind, module, layer, untyped._expertly_runtime)
             hooks.bind(module, layer, block)
             undone.callback(module.register_forward_pre_hook(block.note_choice).remove)
-            parent = model.get_submodule(paths[module].rpartition(".")[0])
             within = {*module.modules(), parent}
             for name, beside in parent.named_modules():
                 if beside not in within:
@@ -214,6 +247,8 @@ def _watch_blocks(model: PreTrainedModel) -> list[_Block]:
                     undone.callback(beside.register_forward_hook(note, with_kwargs=True).remove)
         embedding: Any = model.get_input_embeddings()
         token_ids = torch.linspace(0, embedding.num_embeddings - 1, _NUM_PROBED).long().unsqueeze(0).to(model.device)
+        for block in blocks:
+            block.token_ids = token_ids[0]
         decoder: dict[str, Any] = {"decoder_input_ids": token_ids} if model.config.is_encoder_decoder else {}
         model.forward(input_ids=token_ids, use_cache=False, **decoder)  # not the call, which would check logits for NaN
     return blocks

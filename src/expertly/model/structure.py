@@ -11,8 +11,9 @@ import logging
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.core.untrusted import CONFIG, read_json_object
 from expertly.model.hooks import experts_modules
+from expertly.model.trial import Calls, try_experts
 
 SWITCH = "switch_transformers"
 """The one family outside transformers' experts interface that runs: see `hooks.strip`."""
@@ -36,6 +38,8 @@ _WRONG_UPSTREAM = {
     "nllb-moe": "transformers computes it wrongly: NllbMoeExperts.forward one-hots a router mask that already is one, "
     "so that only experts 0 and 1 ever run; there is no reference to be equal to"
 }
+_NO_TEXT_UPSTREAM = {"Llama4ForConditionalGeneration"}
+"""Models of images and text that fail on any text in transformers 5.24: their text model runs alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class ExpertsSite:
     Fused (`is_fused`): two parameters `{name}.{weight_names[i]}` of all experts, `[E, 2I, H]` and `[E, H, I]`
     (`is_transposed`: `[E, H, 2I]` and `[E, I, H]`; without a gate I for 2I). `is_concatenated`: gate rows, then up
     rows; else interleaved gate 0, up 0, gate 1, ... Not fused: a module for each expert, `expert_weight_names(e)`.
+    `takes_rows`, `passes_on`: see `trial.Calls`.
     """
 
     name: str  # module path, e.g. model.layers.3.mlp.experts
@@ -54,6 +59,8 @@ class ExpertsSite:
     has_gate: bool
     weight_names: tuple[str, str]  # ("gate_up_proj", "down_proj"), ("up_proj", "down_proj"); not fused: ("wi", "wo")
     is_fused: bool = True
+    takes_rows: bool = False
+    passes_on: bool = False
 
     def expert_weight_names(self, expert: int) -> tuple[str, str]:
         """Full names of the parameters that hold an expert; if experts are not fused, its own, [I, H] and [H, I]."""
@@ -105,6 +112,9 @@ def read_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
             config = config_class.from_dict(fields)
     except Exception as cause:  # transformers and the hub's validators raise whatever they meet
         raise CheckpointError(f"{path}: transformers makes no config of it: {first_line(cause)}") from cause
+    if _NO_TEXT_UPSTREAM.intersection(architectures or ()):
+        config = config.get_text_config(decoder=True)
+        config.architectures = None
     config.name_or_path = os.fspath(folder)
     _check_text(path, config)
     return config
@@ -261,15 +271,20 @@ def find_experts(meta_model: PreTrainedModel, itemsize: int) -> list[ExpertsSite
     Raises UnsupportedModelError, naming the family and what is supported, where there is none, or one computes
     something that the kernels do not.
     """
-    sites = [  # switch's, and those of classes that use_experts_implementation decorated
-        _site(meta_model, name, module, itemsize)
-        for name, module in meta_model.named_modules()
-        if _is_switch(module) or (hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed"))
-    ]
+    sites, in_block = [], Counter[str]()
+    for name, module in meta_model.named_modules():
+        is_known = _is_switch(module) or (hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed"))
+        calls = None if is_known else try_experts(module)
+        if is_known or calls is not None:
+            block = re.sub(r"(\.\d+)\..*", r"\1", name)
+            sites.append((in_block[block], _site(meta_model, name, module, itemsize, calls)))
+            in_block[block] += 1
+    # Of a layer with several, as for text and for images, the others come behind the first of all layers.
+    sites.sort(key=lambda site: site[0])
     if not sites:
         names = {type(module).__name__ for module in meta_model.modules()}
         raise _no_experts_error(meta_model.config.model_type, names)
-    return sites
+    return [site for _, site in sites]
 
 
 def _no_experts_error(model_type: str, class_names: Iterable[str]) -> UnsupportedModelError:
@@ -278,30 +293,31 @@ def _no_experts_error(model_type: str, class_names: Iterable[str]) -> Unsupporte
     return _unsupported(model_type, "not a Mixture-of-Experts model")
 
 
-def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int) -> ExpertsSite:
+def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int, calls: Calls | None) -> ExpertsSite:
     model_type = model.config.model_type
     if _is_switch(module):
         first = next(iter(module.children()))
         width, hidden = first.wi.weight.shape
         geometry = LayerGeometry(len(module), 1, hidden, width, 2, itemsize)
         return ExpertsSite(name, geometry, False, True, False, ("wi", "wo"), is_fused=False)
-    if getattr(module, "has_post_expert_norm", False):
-        raise _unsupported(model_type, f"{name} normalises each expert's output, which is not supported")
-    has_gate, is_transposed = getattr(module, "has_gate", True), module.is_transposed
+    has_gate, manner = getattr(module, "has_gate", True), calls or module
+    is_transposed = manner.is_transposed
     names = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
     up, down = (getattr(module, weight, None) for weight in names)
     if up is None or down is None or up.dim() != 3 or down.dim() != 3:
         raise _unsupported(model_type, f"{name} has no fused weights {' and '.join(names)} of three dimensions")
     shapes = f"{names[0]} {tuple(up.shape)} and {names[1]} {tuple(down.shape)}"
     up, down = (up.transpose(1, 2), down.transpose(1, 2)) if is_transposed else (up, down)
-    num_experts, inner, hidden = up.shape
+    num_experts, (inner, hidden) = len(down), up.shape[1:]
     width = inner // 2 if has_gate else inner
     if down.shape != (num_experts, hidden, width) or (has_gate and inner % 2):
         reason = f"{name}: {shapes} are not those of experts whose input and output have one width"
         raise _unsupported(model_type, reason)
     top_k = _top_k(model, name, module, num_experts)
     geometry = LayerGeometry(num_experts, top_k, hidden, width, 3 if has_gate else 2, itemsize)
-    return ExpertsSite(name, geometry, is_transposed, getattr(module, "is_concatenated", True), has_gate, names)
+    is_concatenated = getattr(manner, "is_concatenated", True)
+    site = ExpertsSite(name, geometry, is_transposed, is_concatenated, has_gate, names)
+    return site if calls is None else replace(site, takes_rows=calls.takes_rows, passes_on=calls.passes_on)
 
 
 _TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")

@@ -4,7 +4,7 @@ section 4).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,8 @@ class LookaheadOptions(WidthOptions):
 
 class Lookahead(RankingPredictor):
     """After layer l of a stack, names the best experts of layer l + distance; after the first layer, of all layers up
-    to there. It looks no farther than it is shown.
+    to there. It looks no farther than it is shown. Of a layer that goes by the token alone, it names the experts when
+    the pass begins, for certain.
 
     With `next_token`, layers past the last one are the first ones of the next pass. Then each request's last row is
     asked, since its next token follows from that. If no pass follows, the prediction was wrong.
@@ -43,12 +44,17 @@ class Lookahead(RankingPredictor):
         self._num_rows = 1  # of this pass
         self._last = np.zeros(1, np.intp)  # of them, each request's last
 
-    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
+    def begin_iteration(self, began: Began) -> Iterator[Prediction]:
         self._stack = range(len(self._layers)) if began.layers is None else began.layers
         if self._next_token:
             self._num_rows = len(began.requests)
             self._last = _last_rows(began.requests)
-        return ()
+        for layer, experts in began.choices.items():
+            scores = np.zeros((len(experts), self._layers[layer].num_experts), np.float32)
+            np.put_along_axis(scores, experts, 1.0, axis=1)
+            prediction = best_of_rows(layer, layer + 1 - self._stack.start, scores, experts.shape[1])
+            if prediction is not None:
+                yield prediction
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
         shown, stack = routed.lookahead, self._stack

@@ -231,7 +231,9 @@ def check_claims(
         most = max(_FEW, len(numbers), *stacked)
         accepted = f"there are tensors for {most} at most"
         largest = max(_SMALL_SIZE, _PACKED * max((max(shape, default=0) for shape in shapes.values()), default=0))
-    for field, value in _numbers(config):
+    values = list(_numbers(config))
+    fields = {field for field, _ in values}
+    for field, value in values:
         key = field.rpartition(".")[2]
         said = f"{path}: {field}={value!s:.80}: "
         if isinstance(value, float) and not math.isfinite(value) and not (value > 0 and "limit" in key):
@@ -242,6 +244,8 @@ def check_claims(
             raise failure(f"{said}no tensor is as large; accepted: at most {largest}")
         if value < 0 and _NOT_NEGATIVE.search(key):
             raise failure(f"{said}must be at least 0")
+        if key == "head_dim" and value == 0 and field.replace(key, "qk_nope_head_dim") in fields:
+            continue  # of rotary heads, of which latent attention may have none
         if value <= 0 and (_POSITIVE.fullmatch(key) or _POSITIVE.fullmatch(field)):
             raise failure(f"{said}must be above 0")
 
