@@ -130,6 +130,12 @@ def families() -> dict[str, type[PreTrainedModel]]:
     return dict(sorted(models.items()))
 
 
+def is_wrapper(model_type: str) -> bool:
+    """Whether its model takes images or sound, too."""
+    kind = CONFIG_MAPPING[model_type]
+    return kind in MODEL_FOR_MULTIMODAL_LM_MAPPING and "text_config" in kind.sub_configs
+
+
 def _has_experts(model: Any) -> bool:
     model = model[0] if isinstance(model, tuple) else model
     members = vars(importlib.import_module(model.__module__)).values()

@@ -20,7 +20,9 @@ formats of UNITS added. A field that a row lacks makes its cell "-".
 `side_by_side: [size, peer]` joins the rows of one `size`: the field `tokens_per_s` of the row whose `peer` is
 `llama.cpp` becomes `llama.cpp.tokens_per_s`. A column `"{peer}": "{tokens_per_s}"` is then one for each `peer`.
 
-Between `<!-- options -->` and `<!-- /options -->` stand the options of `expertly.load`, from expertly.options.
+Between `<!-- options -->` and `<!-- /options -->` stand the options of `expertly.load`, from expertly.options; between
+`<!-- families -->` and `<!-- /families -->` the families of tests/engine/test_every_family.py, and between `<!-- num
+-->` and `<!-- /num -->` how many of them run.
 
 Refused: a file that is missing; one measured from a tree with uncommitted changes; one whose command names no script of
 this repository, so that nobody can run it again; a field that no row has; a table without rows.
@@ -47,6 +49,9 @@ RESULTS = REPOSITORY / "bench" / "results"
 ASKED = re.compile(r"<!-- results: (?P<file>\S+)\n(?P<spec>.*?)\n-->\n(?P<table>.*?)<!-- /results -->", re.DOTALL)
 SCRIPT = re.compile(r"\bpython (?P<path>\S+\.py)\b")
 OPTIONS = re.compile(r"<!-- options -->\n.*?<!-- /options -->", re.DOTALL)
+
+FAMILIES = re.compile(r"<!-- families -->\n.*?<!-- /families -->", re.DOTALL)
+NUM_FAMILIES = re.compile(r"<!-- num -->\d*<!-- /num -->")
 
 UNITS: Mapping[str, Callable[[float], str]] = {
     "ms": lambda seconds: f"{seconds * 1e3:.3g} ms",
@@ -174,6 +179,30 @@ def with_options(text: str) -> str:
     return OPTIONS.sub(lambda _: f"<!-- options -->\n\n{table}\n\n<!-- /options -->", text)
 
 
+def with_families(text: str) -> str:
+    """The page with the table of families that it asks for, and their number, made anew."""
+    if not FAMILIES.search(text) and not NUM_FAMILIES.search(text):
+        return text
+    sys.path.insert(0, str(REPOSITORY))
+    from tests.engine import test_every_family as conformance
+
+    reasons = conformance.CANNOT_BE_MADE | conformance.REFUSED
+    runs = sorted({*conformance.families(), "switch_transformers"} - reasons.keys())
+    wrappers = [name for name in runs if conformance.is_wrapper(name)]
+    lines = ["| | model types |", "| --- | --- |"]
+    for title, names in (
+        ("text", [name for name in runs if name not in wrappers]),
+        ("text of models that also see or hear, as they are published", wrappers),
+        ("without prediction", [f"{name} ({reason})" for name, reason in conformance.NO_LOOKAHEAD.items()]),
+        ("refused", [f"{name} ({reason})" for name, reason in conformance.REFUSED.items()]),
+        ("not tried", [f"{name} ({reason})" for name, reason in conformance.CANNOT_BE_MADE.items()]),
+    ):
+        lines.append(f"| {title}: {len(names)} | {', '.join(names)} |")
+    table = "\n".join(lines)
+    text = FAMILIES.sub(lambda _: f"<!-- families -->\n\n{table}\n\n<!-- /families -->", text)
+    return NUM_FAMILIES.sub(f"<!-- num -->{len(runs)}<!-- /num -->", text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
@@ -182,13 +211,15 @@ def main() -> int:
     for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         try:
-            made = with_options(render_page(text))
+            made = with_families(with_options(render_page(text)))
         except TableError as error:
             print(f"{page.relative_to(REPOSITORY)}: {error}", file=sys.stderr)
             failed = True
             continue
         if made != text and args.check:
-            print(f"{page.relative_to(REPOSITORY)}: its tables are not what bench/results says", file=sys.stderr)
+            print(
+                f"{page.relative_to(REPOSITORY)}: its tables are not what bench/results and tests say", file=sys.stderr
+            )
             failed = True
         elif made != text:
             page.write_text(made, encoding="utf-8")

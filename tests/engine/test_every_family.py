@@ -13,7 +13,7 @@ import expertly
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.model.packing import pack
 from tests.engine.observe import loaded
-from tests.every_family import families, make_model
+from tests.every_family import families, is_wrapper, make_model
 from tests.families import VOCAB_SIZE
 
 NUM_PROMPT, NUM_NEW, NUM_PADS = 12, 7, 4
@@ -109,6 +109,22 @@ def test_every_family_is_the_reference(family: str, tmp_path: Path) -> None:
         assert decode["hits"] + decode["misses"] > 0
         assert (kernels["attention"] == 0) == (family in OWN_ATTENTION)
         assert (kernels["programs"] > 0) == (family in HAS_PROGRAMS)
+
+
+def test_layers_that_go_by_the_token_are_known_when_the_pass_begins(tmp_path: Path) -> None:
+    """Of DeepSeek-V4's first layers every expert is predicted, of every pass, and none that is not needed."""
+    make_model("deepseek_v4").save_pretrained(tmp_path / "model")
+    pack(tmp_path / "model", tmp_path / "store")
+    with loaded(tmp_path / "store", dtype="float32", system="expertly-ahead") as ours:
+        for num in (1, 2):  # sequences, the second with pads
+            run(ours, num)
+        stats = expertly.stats(ours).as_dict()
+    assert stats["prediction"]["layers_left_out"] == []
+    for layer in stats["layers"][:2]:
+        for phase in ("prefill", "decode"):
+            counts = layer[phase]
+            assert counts["predicted"] == counts["predicted_needed"] == counts["predicted_of"] > 0
+    assert stats["layers"][3]["decode"]["predicted"] > 0, "and the others are asked"
 
 
 def test_no_reason_outlives_its_family() -> None:

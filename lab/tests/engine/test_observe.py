@@ -250,6 +250,21 @@ def test_a_layer_whose_router_is_not_found_shows_what_it_chose(cases: Cases, mon
             assert ((routed.scores > 0).sum(-1) == 3).all() == (layer == 1)
 
 
+def test_a_layer_that_cannot_be_asked_is_left_out_alone(
+    cases: Cases, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = cases["qwen3_moe"]
+    monkeypatch.setattr(
+        "expertly.engine.observe.find_routers", lambda *args: [*find_routers(*args)[:1], None, find_routers(*args)[2]]
+    )
+    with loaded(case.store, system="expertly-ahead:distance=2") as model:
+        assert generate(model, case.prompts) == case.tokens
+        stats = expertly.stats(model).as_dict()
+    assert stats["system"].startswith("expertly-ahead") and stats["prediction"]["layers_left_out"] == [1]
+    assert [layer["decode"]["predicted"] > 0 for layer in stats["layers"]] == [False, False, True]
+    assert "routers of layers [1]" in caplog.text
+
+
 def test_a_model_that_cannot_look_ahead_says_so(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("expertly.engine.observe.find_routers", lambda model, layers: [None] * len(layers))
     with pytest.raises(ConfigError, match=r"routers of layers \[0, 1, 2\]"):

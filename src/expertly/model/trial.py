@@ -1,4 +1,4 @@
-"""What experts outside transformers' interface compute, found by running their own class with a few small numbers.
+"""What experts outside transformers' interface compute, found by running their class with small random weights.
 
 E experts, T tokens, H hidden, I intermediate.
 """
@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-_NUM_TOKENS = 3
-_UNEQUAL = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
+_SCALES = (0.1, 1.0, 100.0)
+"""Of the tokens: a limit of activations shows."""
+
+_OTHERWISE = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How a module of two weights, `gate_up_proj` and `down_proj`, is called, and how the weights lie."""
+    """How a module with the weights `gate_up_proj` and `down_proj` is called, and how they lie (see ExpertsSite)."""
 
     is_transposed: bool
     is_concatenated: bool
@@ -27,8 +29,8 @@ class Calls:
 
 
 def try_experts(module: nn.Module) -> Calls | None:
-    """How the module is called; None where it computes something else, or takes more than tokens, ids and weights."""
-    weights: dict[str, Any] = dict(module.named_parameters())
+    """None where the module computes something else, or of more than tokens, ids and weights."""
+    weights = dict(module.named_parameters())
     if weights.keys() != {"gate_up_proj", "down_proj"} or any(weight.dim() != 3 for weight in weights.values()):
         return None
     (num_ids, *inner), (num_experts, *outer) = (weights[name].shape for name in ("gate_up_proj", "down_proj"))
@@ -42,52 +44,51 @@ def try_experts(module: nn.Module) -> Calls | None:
         sizes.setdefault(size, small)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), torch.device("cpu"):
-        tried: Any = object.__new__(type(module))
-        tried.__dict__ = {k: sizes.get(v, v) if type(v) is int else v for k, v in vars(module).items()}
-        tried._parameters = {
+        small_module: Any = object.__new__(type(module))
+        vars(small_module).update({k: sizes.get(v, v) if type(v) is int else v for k, v in vars(module).items()})
+        small_module._parameters = {
             name: torch.randn([sizes[size] for size in weight.shape], generator=generator)
             for name, weight in weights.items()
         }
-        small_experts, x = sizes[num_experts], torch.randn(_NUM_TOKENS, sizes[hidden], generator=generator)
-        for is_concatenated in (True, False):
-            every = torch.stack([_expert(tried, e, x, is_transposed, is_concatenated) for e in range(small_experts)])
-            try:
-                passes_on = _passes_on(tried, x, every, takes_rows=num_arguments == 1)
-            except _UNEQUAL:
-                return None
-            if passes_on is not None:
-                return Calls(is_transposed, is_concatenated, num_arguments == 1, passes_on)
+        x = torch.randn(len(_SCALES), sizes[hidden], generator=generator) * torch.tensor(_SCALES)[:, None]
+        try:
+            for is_concatenated in (True, False):
+                every = _every_expert(small_module, x, is_transposed, is_concatenated)
+                if num_arguments == 1:
+                    is_it, passes_on = (
+                        _is_same(small_module.forward(x.repeat(len(every), 1)), every.flatten(0, 1)),
+                        False,
+                    )
+                else:
+                    is_it, passes_on = _tried_by_ids(small_module, x, every)
+                if is_it:
+                    return Calls(is_transposed, is_concatenated, num_arguments == 1, passes_on)
+        except _OTHERWISE:
+            pass
     return None
 
 
-def _expert(tried: Any, expert: int, x: torch.Tensor, is_transposed: bool, is_concatenated: bool) -> torch.Tensor:
-    """[T, H]"""
-    up, down = (tried._parameters[name][expert] for name in ("gate_up_proj", "down_proj"))
-    inner = x @ (up if is_transposed else up.T)
-    if hasattr(tried, "_apply_gate"):
-        activated = tried._apply_gate(inner)
-    else:
-        gate, up = inner.chunk(2, dim=-1) if is_concatenated else (inner[:, ::2], inner[:, 1::2])
-        activated = tried.act_fn(gate) * up
-    return activated @ (down if is_transposed else down.T)  # type: ignore[no-any-return]
+def _every_expert(module: Any, x: torch.Tensor, is_transposed: bool, is_concatenated: bool) -> torch.Tensor:
+    """[E, T, H]"""
+    ups, downs = (module._parameters[name] for name in ("gate_up_proj", "down_proj"))
+    ups, downs = (ups, downs) if is_transposed else (ups.mT, downs.mT)
+    inner = x @ ups[: len(downs)]
+    gate, up = inner.chunk(2, dim=-1) if is_concatenated else (inner[..., ::2], inner[..., 1::2])
+    own_gate = getattr(module, "_apply_gate", None)
+    return (module.act_fn(gate) * up if own_gate is None else own_gate(inner)) @ downs  # type: ignore[no-any-return]
 
 
-def _passes_on(tried: Any, x: torch.Tensor, every: torch.Tensor, *, takes_rows: bool) -> bool | None:
-    """Whether an id beyond the experts gives its token, or nothing; None where the module's outputs are not those of
-    `every` [E, T, H].
-    """
+def _tried_by_ids(module: Any, x: torch.Tensor, every: torch.Tensor) -> tuple[bool, bool]:
+    """Whether the module gives the weighted sums of `every` expert, and whether ids behind them give their token."""
     num_experts, num_tokens, _ = every.shape
-    if takes_rows:
-        is_it = torch.allclose(tried.forward(x.repeat(num_experts, 1)), every.flatten(0, 1), atol=1e-4)
-        return False if is_it else None
     ids = torch.arange(2 * num_tokens).reshape(num_tokens, 2) % num_experts
     weights = (ids + 1.0) / num_experts
-    expected = torch.zeros_like(x)
-    for choice in range(2):
-        expected += every[ids[:, choice], torch.arange(num_tokens)] * weights[:, choice, None]
-    if not torch.allclose(tried.forward(x, ids, weights), expected, atol=1e-4):
-        return None
-    beyond = tried.forward(x, torch.full_like(ids, num_experts), weights)
-    return (
-        True if torch.allclose(beyond, x * weights.sum(1, keepdim=True), atol=1e-4) else None if beyond.any() else False
-    )
+    chosen = every.transpose(0, 1)[torch.arange(num_tokens)[:, None], ids]  # [T, K, H]
+    is_sum = _is_same(module.forward(x, ids, weights), (chosen * weights[..., None]).sum(1))
+    beyond = module.forward(x, torch.full_like(ids, num_experts), weights)
+    passes_on = _is_same(beyond, x * weights.sum(1, keepdim=True))
+    return is_sum and (passes_on or not beyond.any()), passes_on
+
+
+def _is_same(made: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool(((made - expected).abs() <= 1e-5 * expected.abs().amax(-1, keepdim=True)).all())
