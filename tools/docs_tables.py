@@ -31,6 +31,7 @@ this repository, so that nobody can run it again; a field that no row has; a tab
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import string
@@ -184,11 +185,12 @@ def with_families(text: str) -> str:
     if not FAMILIES.search(text) and not NUM_FAMILIES.search(text):
         return text
     sys.path.insert(0, str(REPOSITORY))
-    from tests.engine import test_every_family as conformance
+    every_family = importlib.import_module("tests.every_family")
+    conformance = importlib.import_module("tests.engine.test_every_family")
 
     reasons = conformance.CANNOT_BE_MADE | conformance.REFUSED
-    runs = sorted({*conformance.families(), "switch_transformers"} - reasons.keys())
-    wrappers = [name for name in runs if conformance.is_wrapper(name)]
+    runs = sorted({*every_family.families(), "switch_transformers"} - reasons.keys())
+    wrappers = [name for name in runs if every_family.is_wrapper(name)]
     lines = ["| | model types |", "| --- | --- |"]
     for title, names in (
         ("text", [name for name in runs if name not in wrappers]),

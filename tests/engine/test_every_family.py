@@ -13,7 +13,7 @@ import expertly
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.model.packing import pack
 from tests.engine.observe import loaded
-from tests.every_family import families, is_wrapper, make_model
+from tests.every_family import families, make_model
 from tests.families import VOCAB_SIZE
 
 NUM_PROMPT, NUM_NEW, NUM_PADS = 12, 7, 4
