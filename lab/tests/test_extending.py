@@ -129,7 +129,7 @@ def test_what_the_pages_say_to_run_runs(folder: Path, here: None, capsys: pytest
     for _, *command in ours:
         assert main(command) == 0, command
         (system,) = [one for one in command[command.index("--system") + 1].split(",") if "my_" in one]
-        assert system in capsys.readouterr().out
+        assert system in "".join(capsys.readouterr())
     assert main(experiment[1:]) == 0
     out = capsys.readouterr().out
     assert "my_paper.PAPER:1  Fading beside LRU" in out and "] it hits more" in out and "in the paper +10%" in out

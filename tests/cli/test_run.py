@@ -9,7 +9,6 @@ import re
 import select
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -229,7 +228,9 @@ def test_at_a_terminal(chatting: Path, tmp_path: Path):
     until(b"\x1b[?2004h")  # a terminal is asked to mark what is pasted: it waits for a message
     os.write(own, PASTE.format("one\ntwo").encode() + b"\r")
     until(b"two")
-    time.sleep(1.0)
+    until(b"\x1b[?2004l")  # it was sent
+    while len(re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]|\s", b"", shown)) < 10:  # the answer begins
+        shown += os.read(own, 1 << 16)
     os.write(own, b"typed meanwhile\x03")
     assert b"typed meanwhile" not in until(b"| stopped]"), "it would stand in the answer"
     until(b"\x1b[?2004h")

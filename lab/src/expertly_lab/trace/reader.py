@@ -42,7 +42,7 @@ class TraceRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TraceBlock:
     """Adjacent rows. `columns` holds the fields asked for, [num_rows, ...] each, read-only."""
 
     first_row: int
@@ -153,7 +153,7 @@ class Trace:
 
     def blocks(
         self, fields: Sequence[str], start: int = 0, stop: int | None = None, max_rows: int = 4096
-    ) -> Iterator[Block]:
+    ) -> Iterator[TraceBlock]:
         """Rows `[start, stop)` in order, in blocks of about `max_rows`, which never split an iteration.
 
         An iteration of more rows than that is one block. `start` and `stop` themselves are taken as they are.
@@ -161,7 +161,7 @@ class Trace:
         stop = self.num_rows if stop is None else stop
         while start < stop:
             end = self._block_end(start, stop, max_rows)
-            yield Block(start, end - start, {field: self.rows(field, start, end) for field in fields})
+            yield TraceBlock(start, end - start, {field: self.rows(field, start, end) for field in fields})
             start = end
 
     def _block_end(self, start: int, stop: int, max_rows: int) -> int:
