@@ -162,12 +162,8 @@ def bind(module: Any, layer: int, runtime: Runtime) -> None:
     """Give an experts module its runtime: two models of one family may have two."""
     module._expertly_layer = layer
     module._expertly_runtime = runtime
-    if type(module).forward not in (
-        experts_forward,
-        _switch_forward,
-        _rows_forward,
-        _passing_forward,
-    ):  # without asking the config each time
+    forwards = experts_forward, _switch_forward, _rows_forward, _passing_forward
+    if type(module).forward not in forwards:  # without asking the config each time
         module.__class__ = look_alike(type(module), forward=experts_forward)
 
 
