@@ -74,6 +74,8 @@ def test_a_limit_above_the_context_is_the_context(demo: tuple[Any, Any], limit: 
             assert got["usage"]["total_tokens"] == 64 and got["choices"][0]["finish_reason"] == "length"
         told = post(serving, "/v1/responses", input="Hello", max_output_tokens=limit, logit_bias=bias).json()
         assert told["status"] == "incomplete" and told["usage"]["total_tokens"] == 64
+        error = post(serving, "/v1/completions", prompt=["a", "b"], n=3, max_tokens=limit).json()["error"]
+        assert error["param"] == "n" and "6 texts at a time; accepted: 4" in error["message"]
 
 
 def test_logprobs_of_no_alternatives_are_those_of_the_chosen_tokens(serving: Serving) -> None:

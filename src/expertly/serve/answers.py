@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from expertly.model.answers import AnswerPart, AnswerReader
+from expertly.model.answers import AnswerPart
 from expertly.serve.errors import ApiError
 from expertly.serve.prompts import Prompts
-from expertly.serve.request import Delta, ServedRequest
+from expertly.serve.request import Delta, Reason, ServedRequest
 from expertly.serve.sampling import SampledToken
 from expertly.serve.schema import ChatRequest, CompletionRequest
 
@@ -28,15 +28,6 @@ def usage(request: ServedRequest) -> Json:
     }
 
 
-def parts_of(readers: Mapping[int, AnswerReader], delta: Delta) -> list[AnswerPart]:
-    """The parts that `delta` adds to its text. Call it once for each delta, in order."""
-    reader = readers.get(delta.index)
-    if reader is None:
-        return [AnswerPart("content", delta.text)] if delta.text else []
-    parts = reader.add(delta.text) if delta.text else []
-    return parts + (reader.end() if delta.reason is not None else [])
-
-
 def called(part: AnswerPart) -> Json:
     """A call that begins with `part`, without arguments."""
     return {"id": part.id, "type": "function", "function": {"name": part.text, "arguments": ""}}
@@ -46,10 +37,8 @@ class _Answer:
     """What whole answers and streams have in common."""
 
     prefix = kind = kind_of_chunk = ""
-    done = b"data: [DONE]\n\n"
-    """The line that ends a stream."""
-    failure = staticmethod(ApiError.body)
-    """Makes the last event of a stream that failed."""
+    done = b"data: [DONE]\n\n"  # ends a stream
+    failure = staticmethod(ApiError.body)  # makes the last event of a stream that failed
 
     def __init__(self, asked: ChatRequest | CompletionRequest, prompts: Prompts, request: ServedRequest) -> None:
         self.prompts = prompts
@@ -77,15 +66,10 @@ class _Answer:
 
 
 class ChatAnswer(_Answer):
-    """`readers`: by index, the readers of texts that may hold reasoning or calls, too."""
-
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self, asked: ChatRequest, prompts: Prompts, request: ServedRequest, readers: Mapping[int, AnswerReader]
-    ) -> None:
+    def __init__(self, asked: ChatRequest, prompts: Prompts, request: ServedRequest) -> None:
         super().__init__(asked, prompts, request)
-        self._readers = readers
         self._num_calls: dict[int, int] = {}
 
     def chunks(self, delta: Delta) -> list[Json]:
@@ -94,7 +78,7 @@ class ChatAnswer(_Answer):
         if delta.index not in self._num_calls:
             self._num_calls[delta.index] = 0
             chunks.append(self._told(delta.index, {"role": "assistant", "content": ""}))
-        parts = parts_of(self._readers, delta)
+        parts = self.request.parts(delta)
         if delta.choices and not any(part.kind == "content" for part in parts):
             parts.append(AnswerPart("content"))  # tokens without text have log probabilities as well
         untold = delta.choices
@@ -116,7 +100,7 @@ class ChatAnswer(_Answer):
         return {"tool_calls": [{"index": self._num_calls[index] - 1, **written}]}
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> Json:
-        parts = parts_of(self._readers, replace(deltas[-1], text="".join(delta.text for delta in deltas)))
+        parts = self.request.parts(replace(deltas[-1], text="".join(delta.text for delta in deltas)))
         content, thought = (
             "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning")
         )
@@ -181,13 +165,11 @@ class CompletionAnswer(_Answer):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].reason}
 
     def _logprobs(self, index: int, choices: Sequence[SampledToken]) -> Json:
-        """Offsets count each token's own text, which is only near enough where a character spans tokens. The chosen
-        token is among the alternatives, as OpenAI has it.
-        """
+        """Offsets count each token's own text, which is near enough where a character spans tokens."""
         logprobs: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for choice in choices:
             piece, is_first = self.prompts.text([choice.token], special=True), choice.logprob is None
-            alternatives = (*choice.top, (choice.token, choice.logprob))
+            alternatives = (*choice.top, (choice.token, choice.logprob))  # the chosen one as well, as OpenAI has it
             top = {self.prompts.text([token], special=True): _finite(value) for token, value in alternatives}
             logprobs["tokens"].append(piece)
             logprobs["token_logprobs"].append(None if is_first else _finite(choice.logprob))
@@ -195,6 +177,47 @@ class CompletionAnswer(_Answer):
             logprobs["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(piece)
         return logprobs
+
+
+class BlockAnswer:
+    """An answer as blocks: what was thought, its text, each tool call. A whole one is what its stream has told."""
+
+    done = b""
+
+    def __init__(self, request: ServedRequest) -> None:
+        self.request = request
+        self.blocks: list[Json] = []
+        self.reason: Reason | None = None  # why it ended
+        self._open = ""  # the kind of the parts that come to the last block, while more may come
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        """The events for `delta`."""
+        events: list[Json] = []
+        for part in self.request.parts(delta):
+            if part.kind != self._open:
+                events += self._close() + self._begun(part)
+                self._open = "arguments" if part.kind == "call" else part.kind
+            if part.kind != "call":
+                events.append(self._added(part))
+        self.reason = delta.reason
+        return events if delta.reason is None else events + self._close()
+
+    def _close(self) -> list[Json]:
+        """The events that end the open block; none where none is open."""
+        kind, self._open = self._open, ""
+        return self._ended() if kind else []
+
+    def _begun(self, part: AnswerPart) -> list[Json]:
+        """Add a block for `part` and those that follow."""
+        raise NotImplementedError
+
+    def _added(self, part: AnswerPart) -> Json:
+        """Add a part to the open block."""
+        raise NotImplementedError
+
+    def _ended(self) -> list[Json]:
+        """Complete the last block."""
+        raise NotImplementedError
 
 
 def _finite(logprob: float | None) -> float:

@@ -19,22 +19,18 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from expertly.core.errors import ExpertlyError
-from expertly.serve.answers import ChatAnswer, CompletionAnswer
+from expertly.serve.answers import ChatAnswer, CompletionAnswer, Json
 from expertly.serve.errors import ApiError, failed
 from expertly.serve.messages import CountRequest, MessagesAnswer, MessagesRequest
 from expertly.serve.reading import Bodies
-from expertly.serve.request import ServedRequest
 from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
 from expertly.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from expertly.serve.service import Service
 from expertly.serve.settings import host_of, is_key, is_loopback
 from expertly.serve.view import View, dashboard_page
 
-OPEN_PATHS = ("/", "/health", "/ready")
-"""Paths that need no key, as they reveal nothing of requests."""
-
-COMMENT_S = 10.0
-"""How long a stream may be silent: while its request waits, its prompt is read, or a call is written."""
+OPEN_PATHS = ("/", "/health", "/ready")  # paths that need no key, as they reveal nothing of requests
+COMMENT_S = 10.0  # how long a stream may be silent: while its request waits, its prompt is read, or a call is written
 
 Answer = ChatAnswer | CompletionAnswer | ResponsesAnswer | MessagesAnswer
 Result = TypeVar("Result")
@@ -43,9 +39,7 @@ log = logging.getLogger("expertly.serve")
 
 
 def make_app(service: Service, view: View, keys: Sequence[str], bodies: Bodies, root_path: str = "") -> ASGIApp:
-    """The ASGI application. It accepts requests once `service.scheduler` has been started. `root_path`: what a proxy
-    puts before its paths, whether or not it is cut off before they come here.
-    """
+    """The ASGI application. `root_path`: what a proxy puts before its paths, whether or not it is cut off before."""
     app = FastAPI(openapi_url=None)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_gone)
@@ -111,7 +105,7 @@ def _add_texts(app: FastAPI, service: Service, bodies: Bodies) -> None:
             if is_stream:
                 return EventStream(_events(answer), gone)
             try:
-                return JSONResponse(answer.whole(await _unless_gone(request.receive, _all(answer.request))))
+                return JSONResponse(answer.whole(await _unless_gone(request.receive, answer.request.all())))
             finally:
                 gone()
 
@@ -120,25 +114,15 @@ def _add_texts(app: FastAPI, service: Service, bodies: Bodies) -> None:
     add("/v1/responses", ResponsesRequest, service.respond)
     add("/v1/messages", MessagesRequest, service.message)
 
-    @app.post("/v1/messages/count_tokens")
-    async def count(request: Request) -> Response:
-        async with bodies.read(request, CountRequest) as asked:
-            return JSONResponse(await service.count(asked))
+    def add_counts(path: str, model: type[Any], make: Callable[[Any], Awaitable[Json]]) -> None:
+        @app.post(path)
+        async def endpoint(request: Request) -> Response:
+            async with bodies.read(request, model) as asked:
+                return JSONResponse(await make(asked))
 
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        async with bodies.read(request, TokenizeRequest) as asked:
-            return JSONResponse(await service.tokenize(asked))
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        async with bodies.read(request, DetokenizeRequest) as asked:
-            service.check_model(asked.model)
-            return JSONResponse({"prompt": await service.prompts.text_of(asked.tokens)})
-
-
-async def _all(request: ServedRequest) -> list[Any]:
-    return [delta async for delta in request]
+    add_counts("/v1/messages/count_tokens", CountRequest, service.count)
+    add_counts("/tokenize", TokenizeRequest, service.tokenize)
+    add_counts("/detokenize", DetokenizeRequest, service.detokenize)
 
 
 async def _events(answer: Answer) -> AsyncIterator[bytes]:
@@ -215,9 +199,7 @@ class Guard:
     """The outermost layer: checks keys and host names."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str) -> None:
-        self._app = app
-        self._keys = keys
-        self._root_path = root_path
+        self._app, self._keys, self._root_path = app, keys, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["root_path"] = self._root_path

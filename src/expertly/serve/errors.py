@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-MAX_MESSAGE = 500
-"""Characters of a message: it may quote what a client sent."""
+MAX_MESSAGE = 500  # characters of a message: it may quote what a client sent
 
 
 class ApiError(Exception):

@@ -24,33 +24,28 @@ if TYPE_CHECKING:
 BOUNDS = Bounds(256 << 10, depth=48, items=1024, text=16 << 10)
 """What a schema may have at most: of a constant of 20 000 characters each token takes 0.02 s."""
 
+# Else the library makes tokens of all that must come next, anew for each: 0.5 s for names of 200 000 characters. The
+# sandbox does: so it sees what comes behind the beginning.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
-"""Else the library makes tokens of all that must come next, anew for each: 0.5 s for names of 200 000 characters.
-The sandbox does: so it sees what comes behind the beginning.
-"""
 
+# Processor time and time to compile a grammar. It is done in a sandbox: the library ends for no limit. A multiple of
+# 999 983 takes it 7 s, 1 000 properties 0.1 s.
 COMPILE_CPU_S, COMPILE_S = 1.0, 4.0
-"""Processor time and time to compile a grammar. It is done in a sandbox: the library ends for no limit. A multiple of
-999 983 takes it 7 s, 1 000 properties 0.1 s.
-"""
 
-COMPILE_NBYTES = 32 << 20
-"""Memory of a compiled grammar."""
+COMPILE_NBYTES = 32 << 20  # memory of a compiled grammar
 
 STACK_NBYTES = 256 << 20
 """Address space for the stack of the thread that compiles: a schema of MAX_REFERENCES needs a hundredth of it."""
 
-PLAIN = AnswerFormat(thinks=False)
-"""Of a text that is no chat's."""
+PLAIN = AnswerFormat(thinks=False)  # of a text that is no chat's
 
 _TOKEN = re.compile(r"<\[[^\]]*\]>")
 
 _ANY = "/(?s:.*)/"
 
+# Where a schema says more than its properties. Others forbid what they do not name: a model might name arguments for
+# ever.
 _OPEN = {"allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
-"""Where a schema says more than its properties. Others forbid what they do not name: a model might name arguments for
-ever.
-"""
 
 _LARK_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|<[^<>\s]+>')
 """Strings, patterns, comments, special tokens."""
@@ -183,9 +178,7 @@ class Grammars:
         stage: Stage = "content",
         tools: Sequence[Tool] = (),
     ) -> LLMatcher:
-        """A grammar of an answer in a format: its reasoning, then a call of one of `tools`, or a text that follows
-        `wish`; `stage`: see AnswerFormat.stage. Raises ApiError naming what of it is not supported.
-        """
+        """A grammar of reasoning, then a call of one of `tools` or a text that follows `wish`. Raises ApiError."""
         form, param = answers.calls, "tools" if wish is None else wish.param
         if tools and form.kind == "gemma":
             sentence = f"the calls of this model's chat template ({form.name}) cannot be forced"
@@ -250,9 +243,7 @@ class Grammars:
 
 
 def _schema_text(schema: dict[str, Any], param: str, **options: str) -> str:
-    """A schema as the library is given it. Raises ApiError where it is beyond BOUNDS. It asks for JSON in one line: a
-    model that may write white space between values may write it for ever.
-    """
+    """A schema as the library is given it; JSON in one line, as models may write spaces for ever. Raises ApiError."""
     text = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False, **options}})
     if len(text) > BOUNDS.nbytes:
         raise invalid(f"{param}: {len(text)} characters; accepted: {BOUNDS.nbytes}", param)

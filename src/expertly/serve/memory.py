@@ -20,22 +20,17 @@ from expertly.store.cache import pages_beside
 from expertly.store.packed import PackedStore
 from expertly.store.pages import KeptPages
 
-PAGE_TOKENS = 32
-"""Tokens of one page of the KV cache."""
-
-MAX_BATCH_TOKENS = 256
-"""Tokens of one forward pass; a longer prompt is read in parts, between which other texts go on."""
+PAGE_TOKENS = 32  # tokens of one page of the KV cache
+MAX_BATCH_TOKENS = 256  # tokens of one forward pass; a longer prompt is read in parts, between which other texts go on
 
 MAX_DEFAULT_CACHE = 32768
 """The default limit of the KV cache in tokens: attention on a CPU reads the caches of all running texts."""
 
+# Of a server on a host: processes for templates and grammars, 12 MiB each and what they take for one request; bodies
+# that are read; libraries that are imported when the first request needs them, 30 MiB more than BESIDE_NBYTES counts.
 HOST_NBYTES = 96 << 20
-"""Of a server on a host: processes for templates and grammars, 12 MiB each and what they take for one request; bodies
-that are read; libraries that are imported when the first request needs them, 30 MiB more than BESIDE_NBYTES counts.
-"""
 
-_PADDING_PAGES = 2
-"""Additional pages that padding is written to."""
+_PADDING_PAGES = 2  # additional pages that padding is written to
 
 
 def cache_for(options: ServeOptions, store: PackedStore) -> SharedCache:
@@ -57,9 +52,7 @@ def cache_for(options: ServeOptions, store: PackedStore) -> SharedCache:
 
 
 def _num_unaligned(config: dict[str, Any]) -> int:
-    """Pages beyond a text's own. Layers of one kind of attention take the cache in runs that those of each kind can
-    divide into pages of their own, and each kind leaves a part of its last run unused.
-    """
+    """Pages beyond a text's own: layers of each kind of attention divide runs of the cache, and leave a part."""
     kinds = list(Counter(config.get("layer_types") or ()).values()) or [1]
     return -(-len(kinds) * lcm(*kinds) // sum(kinds))
 
@@ -71,9 +64,7 @@ def room_for(options: ServeOptions, loaded: Handle) -> Room:
 
 
 def kept_pages(options: ServeOptions, model: Any, store: PackedStore, reason: str | None) -> KeptPages | None:
-    """The pages on disk, beside the store, where the option asks for them. `reason`: why requests cannot share forward
-    passes. Raises ConfigError.
-    """
+    """The pages on disk, if asked for. `reason`: why requests cannot share forward passes. Raises ConfigError."""
     if options.kv_disk is None:
         return None
     kind = kind_of_pages(model)

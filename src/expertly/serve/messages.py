@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
-from expertly.model.answers import AnswerReader
-from expertly.serve.answers import Json, parts_of
+from expertly.model.answers import AnswerPart
+from expertly.serve import schema
+from expertly.serve.answers import BlockAnswer, Json
 from expertly.serve.errors import ApiError
 from expertly.serve.prompts import Prompts
 from expertly.serve.request import Delta, ServedRequest
-from expertly.serve.responses import FORMAT, TextFormat
-from expertly.serve.schema import AnyTool, Content, Count, Effort, Function, Message, Name, Stop, Strict, Tuning, joined
 
 NEEDED = {"text": ("text",), "thinking": ("thinking",), "tool_use": ("id", "name", "input")}
 NEEDED |= {"tool_result": ("tool_use_id",)}
@@ -34,15 +33,15 @@ ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
 
 
-class Block(Strict):
-    type: Name
+class Block(schema.Strict):
+    type: schema.Name
     text: str | None = None
     thinking: str | None = None
-    id: Annotated[Name, Field(min_length=1)] | None = None
-    name: Name | None = None
+    id: Annotated[schema.Name, Field(min_length=1)] | None = None
+    name: schema.Name | None = None
     input: dict[str, Any] | None = None
-    tool_use_id: Annotated[Name, Field(min_length=1)] | None = None
-    content: Content | None = None
+    tool_use_id: Annotated[schema.Name, Field(min_length=1)] | None = None
+    content: schema.Content | None = None
     is_error: bool | None = None
 
     @model_validator(mode="after")
@@ -53,7 +52,7 @@ class Block(Strict):
         return self
 
 
-class InputTurn(Strict):
+class InputTurn(schema.Strict):
     role: Literal["system", "user", "assistant"]
     content: str | Annotated[list[Block], Field(max_length=1024, fail_fast=True)]
 
@@ -69,78 +68,69 @@ class InputTurn(Strict):
                 raise ValueError(f"content.{number}.type: {block.type!r} cannot be read by this server; {accepted}")
         return self
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[schema.Message]:
         """One for each block. Results of tools go first, as templates want them right behind their calls."""
         for block in sorted(self.blocks, key=lambda block: block.type != "tool_result"):
             if block.type == "tool_result":
-                result = [block.content] if isinstance(block.content, str) else [p.text for p in block.content or ()]
-                text = "Error: " * bool(block.is_error) + "\n\n".join(result)
-                yield Message(role="tool", tool_call_id=block.tool_use_id, content=text)
+                text = "Error: " * bool(block.is_error) + "\n\n".join(schema.texts(block.content))
+                yield schema.Message(role="tool", tool_call_id=block.tool_use_id, content=text)
             elif block.type == "tool_use":
-                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                call = {"id": block.id, "type": "function", "function": function}
-                yield Message.model_validate({"role": "assistant", "tool_calls": [call]})
+                arguments = json.dumps(block.input, ensure_ascii=False)
+                yield schema.Message.calling(block.id or "", block.name or "", arguments)
             elif block.type != "redacted_thinking":
-                yield Message(role=self.role, content=block.text or "", reasoning_content=block.thinking)
+                yield schema.Message(role=self.role, content=block.text or "", reasoning_content=block.thinking)
 
 
-class ClientTool(Function):
+class ClientTool(schema.Function):
     parameters: dict[str, Any] = Field(alias="input_schema")
 
 
 Tools = Annotated[
-    Annotated[ClientTool, Tag("item-client")] | Annotated[AnyTool, Tag("item-server")],
+    Annotated[ClientTool, Tag("item-client")] | Annotated[schema.AnyTool, Tag("item-server")],
     Discriminator(lambda tool: f"item-{'client' if isinstance(tool, dict) and 'input_schema' in tool else 'server'}"),
 ]
 
 
-class Choice(Strict):
+class Choice(schema.Strict):
     type: Literal["auto", "any", "tool", "none"]
-    name: Name = ""  # of type tool
+    name: schema.Name = ""  # of type tool
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Strict):
+class Thinking(schema.Strict):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
-class OutputConfig(Strict):
-    effort: Effort | None = None
-    format: TextFormat | None = None
-
-
-class CountRequest(Tuning):
+class CountRequest(schema.Tuning):
     """A conversation, of which only the tokens are asked for. Nothing is stored."""
 
     messages: Annotated[list[InputTurn], Field(min_length=1, max_length=2048, fail_fast=True)]
-    system: Content | None = None
-    max_tokens: Count | None = None
+    system: schema.Content | None = None
+    max_tokens: schema.Count | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    stop_sequences: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
+    stop_sequences: Annotated[list[schema.Stop], Field(max_length=16, fail_fast=True)] | None = None
     tools: Annotated[list[Tools], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    of_chat: ClassVar[dict[str, str]] = dict.fromkeys(FORMAT, "output_config.format")
-    cannot: ClassVar[dict[str, str]] = Tuning.cannot | {"mcp_servers": "this server calls no others"}
+    output_config: schema.Wish | None = None
+    of_chat: ClassVar[dict[str, str]] = dict.fromkeys(schema.FORMAT, "output_config.format")
+    cannot: ClassVar[dict[str, str]] = schema.Tuning.cannot | {"mcp_servers": "this server calls no others"}
 
     def as_chat(self) -> Json:
         """The same request for the chat API."""
-        choice, wish = self.tool_choice or Choice(type="auto"), self.output_config or OutputConfig()
+        choice, wish = self.tool_choice or Choice(type="auto"), self.output_config or schema.Wish()
         forced: Any = {"any": "required", "tool": {"type": "function", "function": {"name": choice.name}}}
         thinking, thinks = self.thinking and self.thinking.type, {"enable_thinking": True, "thinking": True}
-        system = [self.system] if isinstance(self.system, str) else [part.text for part in self.system or ()]
-        said = [Message(role="system", content=text) for text in system if not text.startswith(BILLING)]
-        messages = joined([*said, *(message for turn in self.messages for message in turn.messages())])
+        system = [text for text in schema.texts(self.system) if not text.startswith(BILLING)]
+        said = [schema.Message(role="system", content=text) for text in system]
+        messages = schema.joined([*said, *(message for turn in self.messages for message in turn.messages())])
         return {
-            **{name: getattr(self, name) for name in Tuning.model_fields},
+            **{name: getattr(self, name) for name in schema.Tuning.model_fields},
             "messages": messages,
             "continue_final_message": any(m.role == "assistant" and m.text and not m.tool_calls for m in messages[-1:]),
             "max_completion_tokens": self.max_tokens,
             "stop": self.stop_sequences or self.stop,
-            "tools": [
-                {"type": "function", "function": tool} for tool in self.tools or () if isinstance(tool, Function)
-            ],
+            "tools": schema.functions(self.tools),
             "tool_choice": forced.get(choice.type, choice.type),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "reasoning_effort": "none" if thinking == "disabled" else wish.effort,
@@ -150,26 +140,17 @@ class CountRequest(Tuning):
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: Count
+    max_tokens: schema.Count
 
 
-class MessagesAnswer:
-    """One answer as content blocks: what was thought, its text, each tool call."""
-
-    done = b""
-
-    def __init__(
-        self, asked: MessagesRequest, prompts: Prompts, request: ServedRequest, readers: Mapping[int, AnswerReader]
-    ) -> None:
-        self.request = request
+class MessagesAnswer(BlockAnswer):
+    def __init__(self, asked: MessagesRequest, prompts: Prompts, request: ServedRequest) -> None:
+        super().__init__(request)
         self._prompts = prompts
-        self._readers = readers
         self._max_tokens, self._sequences = asked.max_tokens, asked.stop_sequences or []
         self._message: Json = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
         self._message |= {"model": asked.model, "content": [], "stop_reason": None, "stop_sequence": None}
-        self._blocks: list[Json] = []
         self._arguments = ""  # of the last block, a call
-        self._is_open = False  # the last block
 
     @staticmethod
     def failure(error: ApiError) -> Json:
@@ -179,49 +160,40 @@ class MessagesAnswer:
         return {"type": "error", "error": {"type": kind, "message": first + error.message}}
 
     def chunks(self, delta: Delta) -> list[Json]:
-        """The events for `delta`."""
-        events: list[Json] = []
-        if "usage" not in self._message:
-            self._message["usage"] = self._usage()
-            events += [{"type": "message_start", "message": dict(self._message)}, {"type": "ping"}]
-        for part in parts_of(self._readers, delta):
-            if part.kind == "call":
-                events += self._begun({"type": "tool_use", "id": part.id, "name": part.text, "input": {}})
-            elif part.kind == "arguments":
-                self._arguments += part.text
-                events.append(self._of_block("delta", delta={"type": "input_json_delta", "partial_json": part.text}))
-            else:
-                kind = "thinking" if part.kind == "reasoning" else "text"
-                if not self._is_open or self._blocks[-1]["type"] != kind:
-                    events += self._begun({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
-                self._blocks[-1][kind] += part.text
-                events.append(self._of_block("delta", delta={"type": f"{kind}_delta", kind: part.text}))
-        if delta.reason is not None:
-            events += self._ended()
-            self._message |= self._why_stopped(delta.reason)
-            self._message |= {"content": self._blocks, "usage": self._usage()}
-        return events
+        if "usage" in self._message:
+            return super().chunks(delta)
+        self._message["usage"] = self._usage()
+        begun = {"type": "message_start", "message": dict(self._message)}
+        return [begun, {"type": "ping"}, *super().chunks(delta)]
 
     def last_chunks(self) -> list[Json]:
-        stop = {name: self._message[name] for name in ("stop_reason", "stop_sequence")}
-        return [{"type": "message_delta", "delta": stop, "usage": self._usage()}, {"type": "message_stop"}]
+        return [{"type": "message_delta", "delta": self._stop(), "usage": self._usage()}, {"type": "message_stop"}]
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         for delta in deltas:
             self.chunks(delta)
-        return self._message
+        return self._message | self._stop() | {"content": self.blocks, "usage": self._usage()}
 
-    def _begun(self, block: Json) -> list[Json]:
-        events = self._ended()
-        self._is_open, self._arguments = True, ""
-        self._blocks.append(block)
-        return [*events, self._of_block("start", content_block=dict(block))]
+    def _begun(self, part: AnswerPart) -> list[Json]:
+        self._arguments = ""
+        block: Json = {"type": "text", "text": ""}
+        if part.kind == "call":
+            block = {"type": "tool_use", "id": part.id, "name": part.text, "input": {}}
+        elif part.kind == "reasoning":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        self.blocks.append(block)
+        return [self._of_block("start", content_block=dict(block))]
+
+    def _added(self, part: AnswerPart) -> Json:
+        if part.kind == "arguments":
+            self._arguments += part.text
+            return self._of_block("delta", delta={"type": "input_json_delta", "partial_json": part.text})
+        kind = self.blocks[-1]["type"]
+        self.blocks[-1][kind] += part.text
+        return self._of_block("delta", delta={"type": f"{kind}_delta", kind: part.text})
 
     def _ended(self) -> list[Json]:
-        """The events that end the open block; none where none is open."""
-        if not self._is_open:
-            return []
-        self._is_open, block, events = False, self._blocks[-1], []
+        block, events = self.blocks[-1], []
         if block["type"] == "tool_use":
             with suppress(ValueError):
                 block["input"] = from_json(self._arguments)
@@ -232,17 +204,17 @@ class MessagesAnswer:
         return [*events, self._of_block("stop")]
 
     def _of_block(self, step: str, **more: Any) -> Json:
-        return {"type": f"content_block_{step}", "index": len(self._blocks) - 1, **more}
+        return {"type": f"content_block_{step}", "index": len(self.blocks) - 1, **more}
 
-    def _why_stopped(self, reason: str) -> Json:
+    def _stop(self) -> Json:
         text = self.request.texts[0]
         end = text.stops.matched or self._prompts.text(text.tokens[-1:], special=True)
-        if reason == "stop" and end in self._sequences:
+        if self.reason == "stop" and end in self._sequences:
             return {"stop_reason": "stop_sequence", "stop_sequence": end}
-        if reason == "length":  # before max_tokens where the context ends
-            is_full = len(text.tokens) < self._max_tokens
-            return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens"}
-        return {"stop_reason": "tool_use" if any(b["type"] == "tool_use" for b in self._blocks) else "end_turn"}
+        reason = "tool_use" if any(block["type"] == "tool_use" for block in self.blocks) else "end_turn"
+        if self.reason == "length":  # before max_tokens where the context ends
+            reason = "model_context_window_exceeded" if len(text.tokens) < self._max_tokens else "max_tokens"
+        return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self) -> Json:
         request, num_cached = self.request, self.request.num_cached_tokens

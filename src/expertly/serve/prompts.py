@@ -27,24 +27,21 @@ from expertly.serve.schema import Message, Tool
 
 MAX_CONTEXT = 1 << 20
 
+# Processor time to render a conversation, for which others wait: 400 messages with tools take 0.01 s, and compiling a
+# template of 13 KB, as the first request does, 0.1 s; a slow processor takes several times as long. What takes more
+# is refused only after a while, or who sends it again and again would keep others waiting.
 RENDER_CPU_S, SLOW_S = 1.0, 1.0
-"""Processor time to render a conversation, for which others wait: 400 messages with tools take 0.01 s, and compiling a
-template of 13 KB, as the first request does, 0.1 s; a slow processor takes several times as long. What takes more is
-refused only after a while, or who sends it again and again would keep others waiting.
-"""
 
+# Memory to render a conversation, and for each character of the longest that may be: a text is held five times, in up
+# to four bytes a character.
 LEAST_RENDER_NBYTES, RENDER_NBYTES_OF_CHARACTER = 32 << 20, 32
-"""Memory to render a conversation, and for each character of the longest that may be: a text is held five times, in up
-to four bytes a character.
-"""
 
 LEAST_LONGEST_TOKEN = 64
 """Characters of a token, for a tokenizer that drops or joins some: runs of spaces, characters it does not know."""
 
+# Characters of a prompt that are tokenized at a time to find out whether the whole is too long. Longer prompts wait
+# for each other, and not shorter ones for them.
 PIECE = 1 << 16
-"""Characters of a prompt that are tokenized at a time to find out whether the whole is too long. Longer prompts wait
-for each other, and not shorter ones for them.
-"""
 
 _PIECE_SLACK = 64
 """Tokens by which a piece may have more than its part of the whole: its ends are in the middle of words."""
@@ -71,11 +68,7 @@ class Prompts:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        vocabulary: int,
-        template: str | None = None,
-        context: int = MAX_CONTEXT,
+        self, tokenizer: Any, vocabulary: int, template: str | None = None, context: int = MAX_CONTEXT
     ) -> None:
         if tokenizer is None:
             raise ConfigError("the model has no tokenizer, so there is no text to serve")
@@ -132,9 +125,7 @@ class Prompts:
         return await self._encoded(text, "messages", add_special_tokens=self._is_plain), text
 
     async def of_text(self, prompt: str | list[int], special: bool = True) -> list[int]:
-        """The tokens of a text, with those that the tokenizer puts before it (`special`), or tokens as they are. Raises
-        ApiError where there are none or too many, or one is none of the model's.
-        """
+        """The tokens of a text, with those put before it (`special`), or tokens as they are. Raises ApiError."""
         if isinstance(prompt, str):
             return await self._encoded(prompt, "prompt", add_special_tokens=special)
         self.check_tokens(prompt, "prompt")

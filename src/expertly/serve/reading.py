@@ -15,31 +15,24 @@ from starlette.requests import Request
 from expertly.engine.process import trim_heap
 from expertly.serve.errors import ApiError, busy, invalid
 
-READ_S = 30.0
-"""For a body to come."""
-
-SMALL_NBYTES = 16 << 10
-"""A body of this size is read whatever others there are."""
+READ_S = 30.0  # for a body to come
+SMALL_NBYTES = 16 << 10  # A body of this size is read whatever others there are
 
 LARGE_NBYTES = 256 << 10
 
-MAX_BODIES = 512
-"""Bodies at a time."""
+MAX_BODIES = 512  # bodies at a time
 
 MIN_VALUES = 1 << 16
 """JSON values that any body may have: 2 048 messages with tools have a quarter of it. A value takes up to 100 bytes."""
 
-_CLOSE = {"Connection": "close"}
-"""The rest of the body is not read."""
+_CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class Bodies:
-    """Reads bodies. At any time those of all requests that are not yet made tokens have at most twice `limit` bytes
-    together, besides the first SMALL_NBYTES of each.
-
-    `limit`: bytes of a body; `most_values`: JSON values in it.
+    """Reads bodies of at most `limit` bytes and `most_values` JSON values. Those that are not yet made tokens have at most
+    twice `limit` bytes together, besides the first SMALL_NBYTES of each.
     """
 
     def __init__(self, limit: int, most_values: int) -> None:
@@ -105,9 +98,7 @@ class Bodies:
 
 
 def count_values(body: bytes | bytearray, most: int) -> int:
-    """The JSON values in a body, or more: each but the first stands behind a bracket, a comma or a colon. At least
-    `most` + 1 where its strings alone are more. Takes 0.01 s for 4 MB.
-    """
+    """The JSON values in a body, or more; `most` + 1 or more where its strings are. Takes 0.01 s for 4 MB."""
     if b"\\" in body:
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins and ends strings
     num_strings = body.count(b'"') // 2

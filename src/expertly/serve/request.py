@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from expertly.model.answers import AnswerPart, AnswerReader
 from expertly.model.text import Decoder
 from expertly.serve.sampling import SampledToken, Sampling
 
@@ -33,17 +34,12 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
-        self.matched: str | None = None
-        """The stop string that was met."""
-
-    @property
-    def is_stopped(self) -> bool:
-        return self.matched is not None
+        self.matched = ""  # the stop string that was met
 
     def add(self, text: str) -> str:
-        """The text that may be shown now; nothing once `is_stopped`."""
-        if self.is_stopped or not self._stops:
-            return "" if self.is_stopped else text
+        """The text that may be shown now; nothing once one is `matched`."""
+        if self.matched or not self._stops:
+            return "" if self.matched else text
         text = self._held + text
         if places := [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]:
             (place, self.matched), self._held = min(places), ""
@@ -97,8 +93,8 @@ class Text:
         shown = came if is_scripted else self.stops.add(came)
         if is_last:
             shown += self.stops.end()
-        if self.stops.is_stopped or is_last:
-            self.reason = "stop" if self.stops.is_stopped or is_end else "length"
+        if self.stops.matched or is_last:
+            self.reason = "stop" if self.stops.matched or is_end else "length"
         if self.sampling.logprobs is not None and not is_end:
             self._untold.append(choice)
         choices = tuple(self._untold) if shown or self.reason is not None else ()
@@ -111,22 +107,30 @@ class ServedRequest:
     """All texts that one client asked for at once. They are admitted together, and fail together.
 
     Only the server's thread uses it. `deltas` ends with None, or with the exception that ended the request.
+    `readers`: by index, those of texts that may hold more than content.
     """
 
     decode: Callable[[Sequence[int]], str]
+    readers: Mapping[int, AnswerReader] = field(default_factory=dict)
     number: int = field(default_factory=lambda: next(_numbers))
     texts: list[Text] = field(default_factory=list)
     deltas: asyncio.Queue[Delta | BaseException | None] = field(default_factory=asyncio.Queue)
+    came_s: float = field(default_factory=time.perf_counter)
     first_s: float | None = None
-
-    def __post_init__(self) -> None:
-        self.came_s = time.perf_counter()
 
     def add(
         self, prompt: Sequence[int], max_tokens: int, ends: Sequence[int], sampling: Sampling, stops: Sequence[str]
     ) -> None:
         """One more text."""
         self.texts.append(Text(self, len(self.texts), prompt, max_tokens, ends, sampling, StopStrings(stops)))
+
+    def parts(self, delta: Delta) -> list[AnswerPart]:
+        """The parts that `delta` adds to its text. Call it once for each delta, in order."""
+        reader = self.readers.get(delta.index)
+        if reader is None:
+            return [AnswerPart("content", delta.text)] if delta.text else []
+        parts = reader.add(delta.text) if delta.text else []
+        return parts + (reader.end() if delta.reason is not None else [])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -146,6 +150,9 @@ class ServedRequest:
     @property
     def is_done(self) -> bool:
         return all(text.reason is not None for text in self.texts)
+
+    async def all(self) -> list[Delta]:
+        return [delta async for delta in self]
 
     async def __aiter__(self):  # type: ignore[no-untyped-def]
         """The deltas of all texts, as they come. Raises what ended the request."""

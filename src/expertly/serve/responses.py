@@ -4,52 +4,38 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Discriminator, Field, Tag
 
-from expertly.model.answers import AnswerPart, AnswerReader
-from expertly.serve.answers import Json, parts_of, usage
+from expertly.model.answers import AnswerPart
+from expertly.serve import schema
+from expertly.serve.answers import BlockAnswer, Json, usage
 from expertly.serve.errors import ApiError
 from expertly.serve.request import Delta, ServedRequest
-from expertly.serve.schema import (
-    AnyTool,
-    Choice,
-    Content,
-    Effort,
-    FormatType,
-    Function,
-    Limit,
-    Message,
-    Name,
-    Strict,
-    Tuning,
-    Variables,
-    joined,
-)
 
 
-class InputMessage(Message):
+class InputMessage(schema.Message):
     type: Literal["message"] = "message"
 
 
-class InputCall(Strict):
+class InputCall(schema.Strict):
     """`custom_tool_call`: of a tool that is none of this server's, from the time when another one answered."""
 
     type: Literal["function_call", "custom_tool_call"]
-    call_id: Name
-    name: Name
+    call_id: schema.Name
+    name: schema.Name
     arguments: str = Field(validation_alias=AliasChoices("arguments", "input"))
 
 
-class InputResult(Strict):
+class InputResult(schema.Strict):
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: Annotated[Name, Field(min_length=1)]
-    output: Content
+    call_id: Annotated[schema.Name, Field(min_length=1)]
+    output: schema.Content
 
 
-class InputThought(Strict):
+class InputThought(schema.Strict):
     type: Literal["reasoning"]  # which the model is not told again
 
 
@@ -69,7 +55,7 @@ Item = Annotated[
     | Annotated[InputCall, Tag("item-function_call")]
     | Annotated[InputResult, Tag("item-function_call_output")]
     | Annotated[InputThought, Tag("item-reasoning")]
-    | Annotated[AnyTool, Tag("item-other")],
+    | Annotated[schema.AnyTool, Tag("item-other")],
     Discriminator(
         _type_of,
         custom_error_type="item_type",
@@ -78,53 +64,31 @@ Item = Annotated[
 ]
 
 
-class FlatTool(Function):
+class FlatTool(schema.Function):
     type: Literal["function"]
 
 
 Tools = Annotated[
-    Annotated[FlatTool, Tag("item-function")] | Annotated[AnyTool, Tag("item-other")],
+    Annotated[FlatTool, Tag("item-function")] | Annotated[schema.AnyTool, Tag("item-other")],
     Discriminator(lambda tool: f"item-{'function' if _kind(tool, 'function') == 'function' else 'other'}"),
 ]
 
 
-class ReasoningWish(Strict):
-    effort: Effort | None = None
-
-
-FORMAT = ("response_format.json_schema", "response_format")
-"""Where the chat API has a TextFormat."""
-
-
-class TextFormat(Strict):
-    type: FormatType
-    name: Name | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-
-    def as_chat(self) -> dict[str, Any]:
-        schema = self.model_dump(include={"name", "schema_"}, by_alias=True, exclude_none=True)
-        return {"type": self.type} | ({"json_schema": schema} if schema else {})
-
-
-class TextWish(Strict):
-    format: TextFormat | None = None
-
-
-class ResponsesRequest(Tuning):
+class ResponsesRequest(schema.Tuning):
     """Nothing is stored: each request brings the whole conversation."""
 
     input: str | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True)]
     instructions: str | None = None
-    max_output_tokens: Limit = None
+    max_output_tokens: schema.Limit = None
     tools: Annotated[list[Tools], Field(max_length=1024, fail_fast=True)] | None = None
-    tool_choice: Choice | AnyTool | None = None
+    tool_choice: schema.Choice | schema.AnyTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: ReasoningWish | None = None
-    text: TextWish | None = None
-    chat_template_kwargs: Variables | None = None
-    of_chat: ClassVar[dict[str, str]] = {"messages": "input"} | dict.fromkeys(FORMAT, "text.format")
+    reasoning: schema.Wish | None = None
+    text: schema.Wish | None = None
+    chat_template_kwargs: schema.Variables | None = None
+    of_chat: ClassVar[dict[str, str]] = {"messages": "input"} | dict.fromkeys(schema.FORMAT, "text.format")
     """Fields of the chat request that it becomes, and their names in this one."""
-    cannot: ClassVar[dict[str, str]] = Tuning.cannot | {
+    cannot: ClassVar[dict[str, str]] = schema.Tuning.cannot | {
         **dict.fromkeys(("response_format", "structured_outputs"), "use text.format"),
         "previous_response_id": "nothing is stored; send what was said",
         "conversation": "nothing is stored; send what was said",
@@ -135,35 +99,31 @@ class ResponsesRequest(Tuning):
     def as_chat(self) -> dict[str, Any]:
         """The same request for the chat API."""
         choice: Any = self.tool_choice
-        if isinstance(choice, AnyTool):
+        if isinstance(choice, schema.AnyTool):
             choice = {"type": "function", "function": {"name": choice.label}}
         wish = self.text.format if self.text else None
-        shared = (*Tuning.model_fields, "parallel_tool_calls", "chat_template_kwargs")
+        shared = (*schema.Tuning.model_fields, "parallel_tool_calls", "chat_template_kwargs")
         return {
             **{name: getattr(self, name) for name in shared},
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [
-                {"type": "function", "function": tool} for tool in self.tools or () if isinstance(tool, FlatTool)
-            ],
+            "tools": schema.functions(self.tools),
             "tool_choice": choice,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": wish and wish.as_chat(),
         }
 
-    def _messages(self) -> list[Message]:
-        messages = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
+    def _messages(self) -> list[schema.Message]:
+        messages = [schema.Message(role="system", content=self.instructions)] if self.instructions is not None else []
         items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         for item in items:
             if isinstance(item, InputMessage):
                 messages.append(item)
             elif isinstance(item, InputResult):
-                messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
+                messages.append(schema.Message(role="tool", tool_call_id=item.call_id, content=item.output))
             elif isinstance(item, InputCall):
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                messages.append(Message.model_validate({"role": "assistant", "tool_calls": [call]}))
-        return joined(messages)
+                messages.append(schema.Message.calling(item.call_id, item.name, item.arguments))
+        return schema.joined(messages)
 
 
 ECHOED: Json = {"instructions": None, "max_output_tokens": None, "temperature": 1.0, "top_p": 1.0, "metadata": {}}
@@ -171,52 +131,24 @@ ECHOED |= {"tools": [], "tool_choice": "auto", "text": {"format": {"type": "text
 """What an answer says of its request, and of one that does not have these fields."""
 
 
-class ResponsesAnswer:
-    """One answer as items: its reasoning, its text, each tool call."""
-
-    done = b""
-
-    def __init__(self, asked: ResponsesRequest, request: ServedRequest, readers: Mapping[int, AnswerReader]) -> None:
-        self.request = request
-        self._readers = readers
+class ResponsesAnswer(BlockAnswer):
+    def __init__(self, asked: ResponsesRequest, request: ServedRequest) -> None:
+        super().__init__(request)
         echo = asked.model_dump(include={"model", *ECHOED}, by_alias=True, exclude_none=True)
         self._head = {**ECHOED, **echo, "parallel_tool_calls": asked.parallel_tool_calls is not False}
         self._head |= {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
-        self._items: list[Json] = []
-        self._open: str | None = None  # "output", "reasoning" or "call": the last item, while text comes to it
-        self._is_cut = False
         self._number = 0  # of the next event
         self._num_thought = 0  # tokens of what was thought, with its marks
         self._num_untold = 0  # tokens since the last that made a part
 
     def chunks(self, delta: Delta) -> list[Json]:
-        """The events for `delta`."""
-        events: list[Json] = []
-        if self._number == 0:
-            for name in ("created", "in_progress"):
-                events.append(self._event(name, response=self._object("in_progress")))
+        names = ("created", "in_progress") if self._number == 0 else ()
+        begun = [self._event(name, response=self._object("in_progress")) for name in names]
         self._num_untold += 1  # a delta is one token
-        parts = parts_of(self._readers, delta)
-        if any(part.kind == "reasoning" for part in parts):
-            self._num_thought += self._num_untold
-        if parts:
-            self._num_untold = 0
-        for part in parts:
-            if part.kind == "call":
-                events += self._closed() + self._called(part)
-            elif part.kind == "arguments":
-                self._items[-1]["arguments"] += part.text
-                events.append(self._of_item("function_call_arguments.delta", delta=part.text))
-            else:
-                events += self._said("reasoning" if part.kind == "reasoning" else "output", part.text)
-        if delta.reason is not None:
-            events += self._closed()
-            self._is_cut = delta.reason == "length"
-        return events
+        return begun + super().chunks(delta)
 
     def last_chunks(self) -> list[Json]:
-        status = self._status()
-        return [self._event(status, response=self._object(status))]
+        return [self._event(self._status, response=self._object(self._status))]
 
     def failure(self, error: ApiError) -> Json:
         """The last event of a stream that failed."""
@@ -226,66 +158,63 @@ class ResponsesAnswer:
     def whole(self, deltas: Sequence[Delta]) -> Json:
         for delta in deltas:
             self.chunks(delta)
-        return self._object(self._status())
+        return self._object(self._status)
 
-    def _said(self, kind: str, text: str) -> list[Json]:
-        """The events for more text of one kind."""
-        events = []
-        if self._open != kind:
-            events = self._closed()
-            self._open = kind
-            content: Json = {"type": f"{kind}_text", "text": ""}
-            if kind == "reasoning":
-                item: Json = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": []}
-            else:
-                item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
-                content |= {"annotations": [], "logprobs": []}
-            events.append(self._added(item | {"status": "in_progress", "content": []}))
-            events.append(self._of_item("content_part.added", content_index=0, part=dict(content)))
-            self._items[-1]["content"] = [content]
-        self._items[-1]["content"][0]["text"] += text
-        return [*events, self._of_text(kind, "delta", delta=text)]
+    def _begun(self, part: AnswerPart) -> list[Json]:
+        item: Json = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": []}
+        if part.kind == "call":
+            item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": part.id, "name": part.text}
+            item["arguments"] = ""
+        elif part.kind == "reasoning":
+            item = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": []}
+        item["status"] = "in_progress"
+        self.blocks.append(item)
+        events = [self._event("output_item.added", output_index=len(self.blocks) - 1, item=dict(item))]
+        if part.kind != "call":
+            is_text = part.kind == "content"
+            more: Json = {"annotations": [], "logprobs": []} if is_text else {}
+            item["content"] = [{"type": "output_text" if is_text else "reasoning_text", "text": "", **more}]
+            events.append(self._of_item("content_part.added", content_index=0, part=dict(item["content"][0])))
+        return events
 
-    def _closed(self) -> list[Json]:
-        """The events that end the open item; none where no item is open."""
-        kind, self._open = self._open, None
-        item = self._items[-1] if self._items else {}
-        if kind is None:
-            return []
-        if kind == "call":
+    def _added(self, part: AnswerPart) -> Json:
+        item = self.blocks[-1]
+        self._num_thought += self._num_untold if part.kind == "reasoning" else 0
+        self._num_untold = 0
+        if part.kind == "arguments":
+            item["arguments"] += part.text
+            return self._of_item("function_call_arguments.delta", delta=part.text)
+        item["content"][0]["text"] += part.text
+        return self._of_text("delta", delta=part.text)
+
+    def _ended(self) -> list[Json]:
+        item = self.blocks[-1]
+        if item["type"] == "function_call":
             done = {"arguments": item["arguments"], "name": item["name"]}
-            return [self._of_item("function_call_arguments.done", **done), self._ended()]
-        content = item["content"][0]
-        text = self._of_text(kind, "done", text=content["text"])
-        return [text, self._of_item("content_part.done", content_index=0, part=content), self._ended()]
+            events = [self._of_item("function_call_arguments.done", **done)]
+        else:
+            part = item["content"][0]
+            events = [self._of_text("done", text=part["text"])]
+            events.append(self._of_item("content_part.done", content_index=0, part=part))
+        item["status"] = "completed"
+        return [*events, self._event("output_item.done", output_index=len(self.blocks) - 1, item=item)]
 
-    def _called(self, part: AnswerPart) -> list[Json]:
-        self._open = "call"
-        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": part.id, "name": part.text}
-        return [self._added({**item, "arguments": "", "status": "in_progress"})]
-
-    def _added(self, item: Json) -> Json:
-        self._items.append(item)
-        return self._event("output_item.added", output_index=len(self._items) - 1, item=dict(item))
-
-    def _ended(self) -> Json:
-        self._items[-1]["status"] = "completed"
-        return self._event("output_item.done", output_index=len(self._items) - 1, item=self._items[-1])
-
-    def _of_text(self, kind: str, step: str, **more: Any) -> Json:
-        more |= {"logprobs": []} if kind == "output" else {}
-        return self._of_item(f"{kind}_text.{step}", content_index=0, **more)
+    def _of_text(self, step: str, **more: Any) -> Json:
+        part = self.blocks[-1]["content"][0]
+        more |= {"logprobs": []} if "logprobs" in part else {}
+        return self._of_item(f"{part['type']}.{step}", content_index=0, **more)
 
     def _of_item(self, kind: str, **more: Any) -> Json:
         """An event about the last item."""
-        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **more)
+        return self._event(kind, item_id=self.blocks[-1]["id"], output_index=len(self.blocks) - 1, **more)
 
     def _event(self, kind: str, **more: Any) -> Json:
         self._number += 1
         return {"type": f"response.{kind}", "sequence_number": self._number - 1, **more}
 
+    @property
     def _status(self) -> str:
-        return "incomplete" if self._is_cut else "completed"
+        return "incomplete" if self.reason == "length" else "completed"
 
     def _object(self, status: str) -> Json:
         is_over, used = status not in ("in_progress", "failed"), usage(self.request)
@@ -301,6 +230,6 @@ class ResponsesAnswer:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": list(self._items) if is_over else [],
+            "output": list(self.blocks) if is_over else [],
             "usage": counts if is_over else None,
         }

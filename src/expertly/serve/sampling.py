@@ -14,8 +14,7 @@ from expertly.core.errors import NAN_REASONS, NanError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-_COLDEST = 1e-4
-"""Below this temperature only the likeliest token has a probability that a float distinguishes from 0."""
+_COLDEST = 1e-4  # below this temperature only the likeliest token has a probability that a float distinguishes from 0
 
 _FIRST_LOOK = 256
 """So many of the likeliest tokens nearly always reach `top_p`. Finding them costs less than sorting a vocabulary."""
@@ -182,7 +181,5 @@ def _choice(logits: torch.Tensor, token: int, num_top: int | None) -> SampledTok
     if num_top is None:
         return SampledToken(token)
     logprobs = torch.log_softmax(logits, dim=-1)
-    if num_top == 0:
-        return SampledToken(token, float(logprobs[token]))
     values, ids = logprobs.topk(min(num_top, len(logprobs)))
     return SampledToken(token, float(logprobs[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from expertly.core.errors import EngineClosedError
 from expertly.model.batching import Entry, Stepper
-from expertly.serve.errors import ApiError, busy, failed, invalid, unavailable
+from expertly.serve.errors import ApiError, busy, failed, unavailable
 from expertly.serve.request import ServedRequest, Text
 from expertly.serve.sampling import SampledToken, Sampler
 
@@ -70,21 +70,14 @@ class RequestMetrics:
         """`outcome`: "stop" or "length" of its last text, "cancelled" or "failed"."""
         self._requests.labels(outcome).inc()
         first = "-" if request.first_s is None else f"{request.first_s - request.came_s:.3f} s"
-        log.info(
-            "request %d: %s after %d tokens, the first after %s, all in %.3f s",
-            request.number,
-            outcome,
-            request.num_tokens,
-            first,
-            time.perf_counter() - request.came_s,
-        )
+        seconds = time.perf_counter() - request.came_s
+        text = "request %d: %s after %d tokens, the first after %s, all in %.3f s"
+        log.info(text, request.number, outcome, request.num_tokens, first, seconds)
         self._prompt.inc(request.num_prompt_tokens)
 
 
 class RequestScheduler:
-    """Lives in the server's event loop, which alone calls it, except for `told` and `failed`: the model's threads call
-    these.
-    """
+    """Lives in the server's event loop, which alone calls it; the model's threads call `told` and `failed`."""
 
     def __init__(self, room: Room) -> None:
         self.room = room
@@ -130,15 +123,6 @@ class RequestScheduler:
     def num_preempted(self) -> int:
         return 0 if self._stepper is None else self._stepper.num_preempted()
 
-    def check_size(self, prompts: Sequence[int], max_tokens: int, num_each: int, param: str) -> None:
-        """Raises ApiError where `num_each` texts behind each of the prompts, of so many tokens, could never run."""
-        room, prompt = self.room, max(prompts)
-        if prompt + max_tokens > room.context:
-            sentence = f"{param}: {prompt} prompt tokens and {max_tokens} to write are {prompt + max_tokens}"
-            raise invalid(f"{sentence}; accepted: {room.context} together", param, "context_length_exceeded")
-        if (num_texts := num_each * len(prompts)) > room.max_running:
-            raise invalid(f"n: {num_texts} texts at a time; accepted: {room.max_running} (--max-running)", "n")
-
     def submit(self, request: ServedRequest) -> None:
         """Run the request, or queue it. Raises ApiError 429 where the queue is full, 503 where none is accepted."""
         if self.problem is not None:
@@ -169,8 +153,6 @@ class RequestScheduler:
         for request in (*self.waiting, *dict.fromkeys(text.request for text in self.running.values())):
             self._fail(request, unavailable(_SHUTTING_DOWN, "draining"))
 
-    # -- what the model's threads call ---------------------------------------------------------------------------------
-
     def told(self, choices: Sequence[tuple[str, SampledToken]]) -> None:
         self._later(self._take, choices)
 
@@ -181,8 +163,6 @@ class RequestScheduler:
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop was closed: who waited in it is gone with it
             self._loop.call_soon_threadsafe(call, *args)
-
-    # -- the rest runs in the loop -------------------------------------------------------------------------------------
 
     def _take(self, choices: Sequence[tuple[str, SampledToken]]) -> None:
         """Handle the tokens of a forward pass."""
@@ -257,7 +237,7 @@ class RequestScheduler:
         """Free a text's place. Tells the model where it would go on: the text was cancelled, or met a stop string."""
         if self.running.pop(text.name, None) is None:
             return
-        if text.reason is None or text.stops.is_stopped:
+        if text.reason is None or text.stops.matched:
             self._running_stepper.cancel(text.name)
         self.sampler.remove(text.name)
 

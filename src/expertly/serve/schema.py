@@ -1,7 +1,7 @@
 """The requests that are accepted: OpenAI's, as far as a text model on one machine can serve them.
 
 A field that asks for something that cannot be had is an error. Any other undeclared field is accepted and has no
-effect; `unknown_fields` names it.
+effect; `Strict.unknown_fields` names it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 
 from expertly.serve.sampling import Sampling
 
-MAX_CHOICES = 16
-"""Texts that one request may ask for: `n` times its prompts."""
+MAX_CHOICES = 16  # prompts of a request, and texts behind each
 
 MAX_TOKEN = 2**31 - 1
 
@@ -57,6 +56,17 @@ class Strict(BaseModel):
                 raise ValueError(f"{name}: {reason}")
         return self
 
+    def unknown_fields(self, path: str = "") -> Iterator[str]:
+        """Fields that nothing reads, as `messages.audio`, and tools that other servers have, as `tools.web_search`."""
+        yield from (path + name for name in self.model_extra or ())
+        for name in self.model_fields_set & type(self).model_fields.keys():
+            value = getattr(self, name)
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, AnyTool) and item is not value:
+                    yield f"{path}{name}.{item.label}"
+                elif isinstance(item, Strict):
+                    yield from item.unknown_fields(f"{path}{name}.")
+
 
 class AnyTool(Strict):
     """A tool by its name, or by its type where that has a single one; nothing reads the rest."""
@@ -67,19 +77,6 @@ class AnyTool(Strict):
     @property
     def label(self) -> str:
         return self.name or self.type or ""
-
-
-def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
-    """The names of fields that a checked request has and nothing reads, as `messages.audio`, without indices, and
-    tools that only other servers have, as `tools.web_search`.
-    """
-    if isinstance(value, list):
-        for item in value:
-            yield from [path + item.label] if isinstance(item, AnyTool) else unknown_fields(item, path)
-    elif isinstance(value, Strict):
-        yield from (path + name for name in value.model_extra or ())
-        for name in value.model_fields_set & type(value).model_fields.keys():
-            yield from unknown_fields(getattr(value, name), f"{path}{name}.")
 
 
 class Tuning(Strict):
@@ -175,7 +172,6 @@ class Generation(Tuning):
     stream_options: StreamOptions | None = None
     n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
     response_format: ResponseFormat | None = None
-
     structured_outputs: StructuredOutputs | None = None
 
     @property
@@ -203,6 +199,10 @@ class TextPart(Strict):
 
 
 Content = str | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
+
+
+def texts(content: Content | None) -> list[str]:
+    return [content] if isinstance(content, str) else [part.text for part in content or ()]
 
 
 class CalledFunction(Strict):
@@ -234,11 +234,15 @@ class Message(Strict):
             raise ValueError("tool_call_id: required of a tool's message")
         return self
 
+    @classmethod
+    def calling(cls, id: str, name: str, arguments: str) -> Message:
+        """An assistant's, of one call."""
+        call = ToolCall(id=id, type="function", function=CalledFunction(name=name, arguments=arguments))
+        return cls(role="assistant", tool_calls=[call])
+
     @property
     def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+        return "".join(texts(self.content))
 
 
 def joined(messages: Iterable[Message]) -> list[Message]:
@@ -261,10 +265,6 @@ def joined(messages: Iterable[Message]) -> list[Message]:
     return result
 
 
-class FunctionName(Strict):
-    name: Name
-
-
 class Function(Strict):
     name: FunctionLabel
     description: str | None = None
@@ -277,9 +277,29 @@ class Tool(Strict):
     function: Function
 
 
-class NamedTool(Strict):
-    type: Literal["function"]
-    function: FunctionName
+FORMAT = ("response_format.json_schema", "response_format")  # where the chat API has a TextFormat
+
+
+class TextFormat(Strict):
+    type: FormatType
+    name: Name | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+    def as_chat(self) -> dict[str, Any]:
+        schema = self.model_dump(include={"name", "schema_"}, by_alias=True, exclude_none=True)
+        return {"type": self.type} | ({"json_schema": schema} if schema else {})
+
+
+class Wish(Strict):
+    """How to answer: output_config of one API, reasoning and text of another."""
+
+    effort: Effort | None = None
+    format: TextFormat | None = None
+
+
+def functions(tools: Iterable[object] | None) -> list[dict[str, Any]]:
+    """The tools of another API that are functions, as the chat API has them."""
+    return [{"type": "function", "function": tool} for tool in tools or () if isinstance(tool, Function)]
 
 
 Choice = Literal["none", "auto", "required", "any"]
@@ -293,7 +313,7 @@ class ChatRequest(Generation):
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
-    tool_choice: Choice | NamedTool | None = None
+    tool_choice: Choice | Tool | None = None
     parallel_tool_calls: bool | None = None  # false: only the first call is told
     reasoning_effort: Effort | None = None  # told to the chat template; one that does not read it thinks as it likes
     chat_template_kwargs: Variables | None = None  # not OpenAI's: more variables for the chat template
@@ -327,7 +347,7 @@ class ChatRequest(Generation):
     @property
     def forced(self) -> list[Tool] | None:
         """The tools of which one must be called; None where none must."""
-        if isinstance(self.tool_choice, NamedTool):
+        if isinstance(self.tool_choice, Tool):
             name = self.tool_choice.function.name
             return [tool for tool in self.offered if tool.function.name == name]
         return self.offered if self.tool_choice in ("required", "any") else None

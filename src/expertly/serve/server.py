@@ -32,16 +32,12 @@ from expertly.serve.service import Service
 from expertly.serve.settings import ServeOptions
 from expertly.serve.view import View
 
-_LAST_WORDS_S = 5.0
-"""Time for finished answers to reach their clients."""
+_LAST_WORDS_S = 5.0  # time for finished answers to reach their clients
+_FORCED_LAST_WORDS_S = 1.0  # the same where a second signal ends the server
 
-_FORCED_LAST_WORDS_S = 1.0
-"""The same where a second signal ends the server."""
-
+# A connection that has brought no request for so long is closed, also one that sends its headers byte by byte; and
+# one whose client has read nothing of its answer, whose request then ends.
 SILENT_S = 75.0
-"""A connection that has brought no request for so long is closed, also one that sends its headers byte by byte; and one
-whose client has read nothing of its answer, whose request then ends.
-"""
 
 MAX_WAITED_FOR = 384
 """Connections whose next request, or the rest of it, is not there; the queue bounds those that are answered."""
@@ -65,10 +61,7 @@ class Assembled:
 
 
 def open_server(options: ServeOptions, keys: Sequence[str] = (), progress: api.Progress | None = None) -> Assembled:
-    """Load the model and make its server, which asks for one of the `keys`, where there are any; `api.unload` of the
-    model frees both. Raises ExpertlyError subclasses that
-    name the option and what it accepts.
-    """
+    """Load the model and make its server; `api.unload` of the model frees both. Raises ExpertlyError."""
     template = options.template()
     model, tokenizer = api.open_model(options.model, options, progress, lambda store: cache_for(options, store))
     try:
@@ -139,9 +132,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's, which lets a header and the number of connections grow without end. Where too many are waited for, the
-    one that is waited for longest is closed.
-    """
+    """uvicorn's, with bounds of its headers and number; of too many the one waited for longest is closed."""
 
     cycle: Any  # the last request whose headers are there
     transport: Any
@@ -149,8 +140,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._num_outside = 0  # bytes outside bodies since the last request's headers
-        self.since = time.monotonic()
-        """It began, or its last request was answered, then."""
+        self.since = time.monotonic()  # when it began, or its last request was answered
         self._unread = 0, self.since  # bytes that the client has not read, and since when
 
     def is_stalled(self, before: float) -> bool:

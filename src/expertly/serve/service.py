@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from expertly.model.answers import AnswerReader
@@ -17,27 +17,15 @@ from expertly.serve.request import ServedRequest
 from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
 from expertly.serve.sampling import Sampling
 from expertly.serve.scheduler import RequestScheduler
-from expertly.serve.schema import (
-    MAX_CHOICES,
-    ChatRequest,
-    CompletionRequest,
-    Generation,
-    TokenizeRequest,
-    Tuning,
-    unknown_fields,
-)
+from expertly.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest, Tuning
 
-MAX_IGNORED_NAMED = 100
-"""How many fields without effect the log names."""
+MAX_IGNORED_NAMED = 100  # how many fields without effect the log names
 
 log = logging.getLogger("expertly.serve")
 
 
 class Service:
-    """One model and who may use it. Lives in the server's event loop. What makes answers raises ApiError.
-
-    `about`: the model as /v1/models tells of it.
-    """
+    """One model and who may use it, in the server's event loop. `about`: the model as /v1/models tells of it."""
 
     def __init__(
         self, about: Json, prompts: Prompts, scheduler: RequestScheduler, ends: Sequence[int], stops: Sequence[str]
@@ -55,15 +43,15 @@ class Service:
 
     async def chat(self, asked: ChatRequest) -> ChatAnswer:
         self._check(asked)
-        return ChatAnswer(asked, self.prompts, *await self._conversation(asked))
+        return ChatAnswer(asked, self.prompts, await self._conversation(asked))
 
     async def respond(self, asked: ResponsesRequest) -> ResponsesAnswer:
         with renamed(asked.of_chat):
-            return ResponsesAnswer(asked, *await self._conversation(self._as_chat(asked)))
+            return ResponsesAnswer(asked, await self._conversation(self._as_chat(asked)))
 
     async def message(self, asked: MessagesRequest) -> MessagesAnswer:
         with renamed(asked.of_chat):
-            return MessagesAnswer(asked, self.prompts, *await self._conversation(self._as_chat(asked)))
+            return MessagesAnswer(asked, self.prompts, await self._conversation(self._as_chat(asked)))
 
     async def count(self, asked: CountRequest) -> Json:
         chat = self._as_chat(asked)
@@ -72,14 +60,10 @@ class Service:
 
     async def complete(self, asked: CompletionRequest) -> CompletionAnswer:
         self._check(asked)
-        num_texts = len(asked.prompts) * (asked.n or 1)
-        if num_texts > MAX_CHOICES:
-            raise invalid(f"n: {len(asked.prompts)} prompts, {asked.n} texts each; accepted: {MAX_CHOICES} in all", "n")
         if asked.best_of not in (None, asked.n or 1):
             raise invalid("best_of: none is chosen among several; accepted: the value of n", "best_of")
         prompts = [await self.prompts.of_text(prompt) for prompt in asked.prompts]
-        limit = self._limit(asked.max_tokens, max(map(len, prompts)), "prompt")
-        self.scheduler.check_size([len(prompt) for prompt in prompts], limit, asked.n or 1, "prompt")
+        limit = self._limit(asked, asked.max_tokens, prompts, "prompt")
         sampling = asked.sampling(asked.logprobs)
         if asked.constraint is not None:
             sampling = replace(sampling, grammar=await self._grammars.of_answer(asked.constraint))
@@ -104,16 +88,15 @@ class Service:
         length = self.scheduler.room.context
         return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": names}
 
+    async def detokenize(self, asked: DetokenizeRequest) -> Json:
+        self.check_model(asked.model)
+        return {"prompt": await self.prompts.text_of(asked.tokens)}
+
     def start(self, request: ServedRequest) -> None:
         """Run the request, or queue it. Raises ApiError."""
         self.scheduler.submit(request)
-        log.info(
-            "request %d: %d prompt tokens, %d texts of at most %d tokens",
-            request.number,
-            request.num_prompt_tokens,
-            len(request.texts),
-            request.texts[0].max_tokens,
-        )
+        text = "request %d: %d prompt tokens, %d texts of at most %d tokens"
+        log.info(text, request.number, request.num_prompt_tokens, len(request.texts), request.texts[0].max_tokens)
 
     def close(self) -> None:
         """End the model's threads, processes and other threads. Any thread may call. Idempotent."""
@@ -127,19 +110,21 @@ class Service:
             sentence = f"the model {name!r} is not here; accepted: {', '.join(map(repr, self.names))}"
             raise ApiError(404, sentence, param="model", code="model_not_found")
 
-    def _limit(self, limit: int | None, num_prompt: int, param: str) -> int:
-        """How many tokens a text may have behind a prompt: at most `limit`, and what the context leaves."""
-        context = self.scheduler.room.context
-        if num_prompt >= context:
-            sentence = f"{param}: {num_prompt} tokens; accepted: {context} together with those to write (--context)"
+    def _limit(self, asked: Generation, most: int | None, prompts: Sequence[Sequence[int]], param: str) -> int:
+        """How many tokens each text may have. Raises ApiError where none, or the texts could never run together."""
+        room, length = self.scheduler.room, max(map(len, prompts))
+        if length >= room.context:
+            sentence = f"{param}: {length} tokens; accepted: {room.context} together with those to write (--context)"
             raise invalid(sentence, param, "context_length_exceeded")
-        return min(limit or context, context - num_prompt)
+        if (num_texts := len(prompts) * (asked.n or 1)) > room.max_running:
+            raise invalid(f"n: {num_texts} texts at a time; accepted: {room.max_running} (--max-running)", "n")
+        return min(most or room.context, room.context - length)
 
     def _check(self, asked: Tuning) -> None:
         """Check its model, and name fields and tools that nothing reads in the log, each once."""
         self.check_model(asked.model)
         asked.model = asked.model or self.names[0]
-        for name in unknown_fields(asked):
+        for name in asked.unknown_fields():
             if name not in self._ignored and len(self._ignored) < MAX_IGNORED_NAMED:
                 self._ignored.add(name)
                 log.info("field %r: has no effect here", name[:100])
@@ -148,11 +133,10 @@ class Service:
         self._check(asked)
         return check(ChatRequest, asked.as_chat())
 
-    async def _conversation(self, asked: ChatRequest) -> tuple[ServedRequest, dict[int, AnswerReader]]:
-        """A request for the next message, and the readers that split each of its texts into parts."""
+    async def _conversation(self, asked: ChatRequest) -> ServedRequest:
+        """A request for the next message."""
         prompt, begun = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
-        limit = self._limit(asked.limit, len(prompt), "messages")
-        self.scheduler.check_size([len(prompt)], limit, asked.n or 1, "messages")
+        limit = self._limit(asked, asked.limit, [prompt], "messages")
         sampling = asked.sampling((asked.top_logprobs or 0) if asked.logprobs else None)
         answers, constraint = self.prompts.answers, None if asked.forced else asked.constraint
         stage = answers.stage(begun, asked.messages[-1].text if asked.continue_final_message else "")
@@ -163,8 +147,7 @@ class Service:
         how["is_constrained"] = sampling.grammar is not None
         texts, tools = range(asked.n or 1), as_told(asked.offered)
         readers = {index: reader for index in texts if (reader := answers.reader(begun, tools, **how)) is not None}
-        marks = readers[0].marks if readers else ""
-        return self._request(asked, [prompt], limit, sampling, marks, answers.calls.ends), readers
+        return self._request(asked, [prompt], limit, sampling, readers)
 
     def _ends_of(self, asked: Generation, marks: Sequence[str] = ()) -> list[int]:
         """The tokens that end its texts. A stop string that is a special token is no text, and found by its number."""
@@ -178,20 +161,19 @@ class Service:
         prompts: Sequence[Sequence[int]],
         limit: int,
         sampling: Sampling,
-        marks: str | None = "",
-        end_marks: Sequence[str] = (),
+        readers: Mapping[int, AnswerReader] | None = None,
         scores_prompt: bool = False,
     ) -> ServedRequest:
         for name, tokens in (("logit_bias", list(sampling.bias)), ("stop_token_ids", asked.stop_token_ids)):
             if tokens:
                 self.prompts.check_tokens(tokens, name)
-        ends, stops = self._ends_of(asked, end_marks), (*self._stops, *asked.stops)
-        request = ServedRequest(self.prompts.decoder(marks))
+        ends = self._ends_of(asked, () if readers is None else self.prompts.answers.calls.ends)
+        request = ServedRequest(self.prompts.decoder(readers[0].marks if readers else ""), readers or {})
         for prompt in prompts:
             begun, script = (prompt[:1], tuple(prompt[1:])) if scores_prompt else (prompt, ())
             for number in range(asked.n or 1):
                 # the first text has the request's seed, the others seeds derived from it
                 seed = None if sampling.seed is None else (sampling.seed + number * 0x9E3779B97F4A7C15) % 2**64
                 of_text = replace(sampling, seed=seed, script=script)
-                request.add(begun, limit + len(script), ends, of_text, stops)
+                request.add(begun, limit + len(script), ends, of_text, (*self._stops, *asked.stops))
         return request

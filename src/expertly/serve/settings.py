@@ -12,8 +12,7 @@ from pathlib import Path
 from expertly.core.errors import ConfigError
 from expertly.options import ADVANCED, MODEL_HELP, LoadOptions, argument, checked, names, option
 
-MIN_KEY = 16
-"""Characters of a key; shorter keys can be guessed."""
+MIN_KEY = 16  # characters of a key; shorter keys can be guessed
 
 _root_path = checked(lambda text: text.rstrip("/"), "a path, as /llm", lambda path: path.startswith("/"))
 
@@ -33,10 +32,7 @@ class ServeOptions(LoadOptions):
         None, "tokens of KV cache (default: for --max-running texts, at most 32768)", least=1, panel=ADVANCED
     )
     kv_disk: str | None = option(
-        None,
-        "keep the KV cache of what was read and written on disk, too, up to this size",
-        metavar="SIZE",
-        panel=ADVANCED,
+        None, "keep the KV cache on disk, too, up to this size", metavar="SIZE", panel=ADVANCED
     )
     max_body: int = option(4 << 20, "the largest request in bytes", metavar="BYTES", least=1, panel=ADVANCED)
     chat_template: str | None = option(
@@ -49,9 +45,7 @@ class ServeOptions(LoadOptions):
 
     @property
     def served_names(self) -> list[str]:
-        """Those that were stated; else a hub id as it is, and of a folder its last part, as clients need not know where
-        it lies. Raises ConfigError.
-        """
+        """Those that were stated; else a hub id, or the last part of a folder's path. Raises ConfigError."""
         if self.served_model_name:
             several = self.served_model_name
             return names("served_model_name", several if isinstance(several, str) else ",".join(several))

@@ -17,7 +17,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from expertly.api import Handle
-from expertly.engine.process import peak_rss_nbytes
 from expertly.serve.scheduler import RequestScheduler
 
 _ATTEMPTS = 5
@@ -62,7 +61,6 @@ class View(Collector):
             yield _counter("worker_drops", "Times that it died, failed or passed its deadline", drops, "worker")
         uses = {(use.removesuffix("_bytes"),): nbytes for use, nbytes in self.memory(stats).items()}
         yield _gauge("memory_bytes", "By use, as it was divided", uses, "use")
-        yield _gauge("process_peak_resident_bytes", "Most memory the process ever had", {(): peak_rss_nbytes()})
 
     def experts(self) -> dict[str, Any]:
         """How many segments of each expert are resident, and each layer's counts."""
@@ -107,9 +105,7 @@ class View(Collector):
         }
 
     def memory(self, stats: dict[str, Any]) -> dict[str, int]:
-        """Bytes by use, as they were divided, and how much of the experts' room is taken: also in workers and in the
-        host's memory behind an accelerator, where there are such.
-        """
+        """Bytes by use, as divided, and what of the experts' room is taken: here, in workers, behind an accelerator."""
         home, *workers = stats["devices"]
         uses = {**self._about["expertly"]["memory"], "experts_resident_bytes": home["resident_bytes"]}
         if workers:
@@ -144,10 +140,7 @@ def _summed(*phases: dict[str, Any]) -> dict[str, Any]:
     return {name: sum(phase[name] for phase in phases) for name in _COUNTS}
 
 
-_PREFETCHES = {
-    "prefetched": "Experts loaded ahead",
-    "prefetched_needed": "Experts loaded ahead that were needed",
-}
+_PREFETCHES = {"prefetched": "Experts loaded ahead", "prefetched_needed": "Experts loaded ahead that were needed"}
 _OF_PHASES = {
     "hits": "Demands for experts that were wholly there",
     "partial_hits": "Demands for experts that were there in part",
