@@ -26,11 +26,8 @@ from expertly.core.errors import ConfigError, ExpertlyError
 INTERRUPTED = 130
 READER_GONE = 141
 
-OF_SERVER = ("fastapi", "uvicorn", "starlette", "prometheus_client")
-"""Packages that only the server needs."""
-
-MAX_WORD, MAX_LINE = 256, 900
-"""Characters of an error: of a name or a value in it, and in all."""
+OF_SERVER = ("fastapi", "uvicorn", "starlette", "prometheus_client")  # packages that only the server needs
+MAX_WORD, MAX_LINE = 256, 900  # characters of an error: of a name or a value in it, and in all
 
 NO_MEMORY = "the system refuses more memory (a limit, as of `ulimit -v` or of a container)"
 

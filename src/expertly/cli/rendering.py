@@ -18,8 +18,7 @@ from rich.markdown import CodeBlock, Markdown
 from rich.segment import Segment
 from rich.syntax import Syntax
 
-DRAW_S = 0.1
-"""How often the block that is being written is drawn."""
+DRAW_S = 0.1  # how often the block that is being written is drawn
 
 CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}") | {13: None}
 """Characters that a model must not send to a terminal: they move its cursor or fill its clipboard."""

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 1024
 
-PIPE_S = 2.0
-"""How long a pipe may bring nothing before a user is told that it is waited for."""
+PIPE_S = 2.0  # how long a pipe may bring nothing before a user is told that it is waited for
 
 
 @dataclass(frozen=True, kw_only=True)

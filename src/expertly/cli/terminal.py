@@ -37,11 +37,8 @@ HELP = '''\
 
 QUOTES = '"""'
 
-MAX_FILE_NBYTES = 16 << 20
-"""Of a file that /load sends."""
-
-MAX_HISTORY_NBYTES = 1 << 20
-"""Of the file of messages; of a larger one the older half goes."""
+MAX_FILE_NBYTES = 16 << 20  # of a file that /load sends
+MAX_HISTORY_NBYTES = 1 << 20  # of the file of messages; of a larger one the older half goes
 
 
 def chat(conversation: Chat, stats: Callable[[], str], out: TextIO, is_plain: bool) -> None:
@@ -53,10 +50,10 @@ def chat(conversation: Chat, stats: Callable[[], str], out: TextIO, is_plain: bo
             text.encode()  # what is no UTF-8 may come as lone surrogates
             if text == "/quit":
                 return
-            reply = _reply(conversation, text, stats)
-            if reply is not None:
+            reply, sent = _told_and_sent(conversation, text, stats, ask)
+            if reply:
                 print(reply, file=out, flush=True)
-            elif sent := _sent(conversation, text, ask):
+            elif sent:
                 with shown(out, is_plain) as write:
                     answer = conversation.answer(sent, write, is_instead=text in ("/retry", "/edit"))
                 print(answer.line(), file=out if out.isatty() else sys.stderr, flush=True)
@@ -68,33 +65,28 @@ def chat(conversation: Chat, stats: Callable[[], str], out: TextIO, is_plain: bo
             message(f"expertly: {error}")
 
 
-def _reply(conversation: Chat, text: str, stats: Callable[[], str]) -> str | None:
-    """What a command says; None for what is sent to the model."""
+def _told_and_sent(
+    conversation: Chat, text: str, stats: Callable[[], str], ask: Callable[[str], str]
+) -> tuple[str, str]:
+    """What a command says, or else what is sent to the model."""
     name, _, rest = text.partition(" ")
     if name in ("/system", "/clear"):
         conversation.begin_anew(rest.strip() if name == "/system" else None)
-        return "[a new conversation]"
+        return "[a new conversation]", ""
+    if not text.startswith("/") or text.startswith("//") or "\n" in text:  # a command is one line
+        if text.startswith(QUOTES):
+            return "", text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+        return "", text[1:] if text.startswith("//") else text
     if text == "/stats":
-        return stats()
+        return stats(), ""
+    if name == "/load" and rest:
+        return "", _read(rest.strip())
     if text in ("/retry", "/edit"):
-        return "[there is no message yet]" if conversation.last_message is None else None
-    is_message = not text.startswith("/") or text.startswith("//") or "\n" in text  # a command is one line
-    if is_message or (name == "/load" and rest):
-        return None
-    return HELP if text == "/help" else f"[{name} is none of these]\n{HELP}"
-
-
-def _sent(conversation: Chat, text: str, ask: Callable[[str], str]) -> str:
-    """The message that was typed, or that a command names."""
-    if text == "/edit":
-        return ask(conversation.last_message or "").strip()
-    if text == "/retry":
-        return conversation.last_message or ""
-    if text.startswith("/load ") and "\n" not in text:
-        return _read(text.removeprefix("/load ").strip())
-    if text.startswith(QUOTES):
-        return text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
-    return text[1:] if text.startswith("//") else text
+        last = conversation.last_message
+        if last is None:
+            return "[there is no message yet]", ""
+        return "", last if text == "/retry" else ask(last).strip()
+    return HELP if text == "/help" else f"[{name} is none of these]\n{HELP}", ""
 
 
 def _read(name: str) -> str:
@@ -129,12 +121,7 @@ def _asking(out: TextIO) -> Callable[[str], str]:
     if isinstance(output, Vt100_Output):
         output.enable_cpr = False  # nobody needs to know where the cursor is, and some terminals do not say
     session: PromptSession[str] = PromptSession(
-        "> ",
-        multiline=is_open,
-        prompt_continuation="  ",
-        history=_history(),
-        key_bindings=keys,
-        output=output,
+        "> ", multiline=is_open, prompt_continuation="  ", history=_history(), key_bindings=keys, output=output
     )
 
     def ask(text: str) -> str:

@@ -40,7 +40,6 @@ STACK_NBYTES = 256 << 20
 PLAIN = AnswerFormat(thinks=False)  # of a text that is no chat's
 
 _TOKEN = re.compile(r"<\[[^\]]*\]>")
-
 _ANY = "/(?s:.*)/"
 
 # Where a schema says more than its properties. Others forbid what they do not name: a model might name arguments for

@@ -16,10 +16,8 @@ from expertly.engine.process import trim_heap
 from expertly.serve.errors import ApiError, busy, invalid
 
 READ_S = 30.0  # for a body to come
-SMALL_NBYTES = 16 << 10  # A body of this size is read whatever others there are
-
-LARGE_NBYTES = 256 << 10
-
+SMALL_NBYTES = 16 << 10  # a body of this size is read whatever others there are
+LARGE_NBYTES = 256 << 10  # memory of a larger one is given back at once
 MAX_BODIES = 512  # bodies at a time
 
 MIN_VALUES = 1 << 16
@@ -31,8 +29,8 @@ Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class Bodies:
-    """Reads bodies of at most `limit` bytes and `most_values` JSON values. Those that are not yet made tokens have at most
-    twice `limit` bytes together, besides the first SMALL_NBYTES of each.
+    """Reads bodies of at most `limit` bytes and `most_values` JSON values. Those that are not yet made tokens have
+    at most twice `limit` bytes together, besides the first SMALL_NBYTES of each.
     """
 
     def __init__(self, limit: int, most_values: int) -> None:

@@ -74,10 +74,8 @@ class _State:
 
 class Sampler:
     """The tokens of all requests. Calls `tell(choices)` once a forward pass, in the model's thread; requests come and
-    go in another.
-
-    Each request has its own random numbers: PCG64 from its seed, one for each token. With the same logits a seed gives
-    the same text, whatever else is in the batch.
+    go in another. Each has its own random numbers, PCG64 from its seed, one for each token: with the same logits a seed
+    gives the same text, whatever else is in the batch.
     """
 
     def __init__(self, tell: Callable[[Sequence[tuple[str, SampledToken]]], None]) -> None:

@@ -21,7 +21,6 @@ from expertly.serve.request import ServedRequest, Text
 from expertly.serve.sampling import SampledToken, Sampler
 
 _SHUTTING_DOWN = "this server is shutting down"
-
 _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 

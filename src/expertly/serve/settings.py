@@ -61,8 +61,7 @@ class ServeOptions(LoadOptions):
 
 def read_keys(path: str | None, host: str) -> tuple[str, ...]:
     """The keys that clients of a server on `host` must have one of; none where everybody on this machine may use it.
-    Raises ConfigError for a malformed key, and where others could reach the server without one. In the file: one key a
-    line; empty lines and lines that begin with # are skipped.
+    In the file: one key a line; empty lines and lines that begin with # are skipped. Raises ConfigError.
     """
     if path is None:
         if not is_loopback(host):

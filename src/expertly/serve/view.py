@@ -20,7 +20,6 @@ from expertly.api import Handle
 from expertly.serve.scheduler import RequestScheduler
 
 _ATTEMPTS = 5
-
 _COUNTS = ("hits", "partial_hits", "misses", "bytes_loaded", "stall_s")
 
 
@@ -154,13 +153,7 @@ _OF_PHASES = {
 }
 
 
-def _metric(
-    kind: type[CounterMetricFamily | GaugeMetricFamily],
-    name: str,
-    text: str,
-    values: Mapping[Any, float | None],
-    *labels: str,
-) -> Metric:
+def _metric(kind: Any, name: str, text: str, values: Mapping[Any, float | None], *labels: str) -> Any:
     """`values`: by the values of its labels; None where there is none yet."""
     family = kind("expertly_" + re.sub("_s$", "_seconds", name), text, labels=labels)
     for of_labels, value in values.items():
