@@ -47,6 +47,7 @@ def test_calls_and_reasoning_are_told_streamed_and_whole(demo: tuple[Any, Any], 
         assert whole.finish_reason == "tool_calls"
         functions = [call.function for call in whole.message.tool_calls]
         assert [(call.name, json.loads(call.arguments)) for call in functions] == calls
+        assert len({call.id for call in whole.message.tool_calls}) == len(calls)
         assert (whole.message.content or "").strip() == said.get("content", "")
         assert getattr(whole.message, "reasoning_content", "").strip() == thought.get("reasoning", "")
         chunks = list(ask(serving, stream=True))

@@ -112,13 +112,6 @@ async def test_many_texts_are_not_overtaken_by_one() -> None:
     assert not story.scheduler.waiting and story.names()[-1] == single.number
 
 
-async def test_the_context_limits_each_text_and_reserves_nothing() -> None:
-    story = Story(num_pages=8, max_running=4)  # of 8 tokens: one context
-    for _ in range(2):
-        story.ask(prompt=20, max_tokens=44, texts=2)
-    assert len(story.names()) == 4
-
-
 async def test_a_failed_pass() -> None:
     """Who was in it fails with its cause; who was not goes on where it was."""
     story = Story()

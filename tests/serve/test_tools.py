@@ -41,22 +41,6 @@ def ask(serving: Serving, **more: Any) -> Any:
     return serving.chat("What is the weather in Oslo?", 100, **({"tools": [WEATHER]} | more))
 
 
-@pytest.mark.parametrize(("before", "behind"), [("I look. ", ""), ("", "\n" + CALL.replace("Oslo", "Rome"))])
-def test_calls_are_told_as_calls_streamed_or_not(demo: tuple[Any, Any], before: str, behind: str) -> None:
-    cities = ["Oslo", "Rome"] if behind else ["Oslo"]
-    with saying(demo, before + CALL + behind) as serving:
-        whole = ask(serving).choices[0]
-        assert whole.finish_reason == "tool_calls"
-        assert (whole.message.content or "").strip() == before.strip()
-        assert [json.loads(call.function.arguments)["city"] for call in whole.message.tool_calls] == cities
-        assert {call.function.name for call in whole.message.tool_calls} == {"weather"}
-        assert len({call.id for call in whole.message.tool_calls}) == len(cities)
-        content, _, calls, reason = told(ask(serving, stream=True))
-        assert [json.loads(call.function.arguments)["city"] for call in calls] == cities
-        assert [call.index for call in calls] == list(range(len(cities)))
-        assert (content.strip(), reason) == (before.strip(), "tool_calls")
-
-
 @pytest.mark.parametrize(
     ("text", "more"),
     [

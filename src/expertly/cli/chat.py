@@ -69,9 +69,8 @@ class Turn:
 
 
 class Chat:
-    """The messages so far, and the KV cache of their tokens.
-
-    With `is_raw`, and for a model without a chat template, the model continues the text of the messages.
+    """The messages so far, and the KV cache of their tokens. With `is_raw`, and for a model without a chat template,
+    the model continues the text of the messages.
     """
 
     def __init__(self, model: Any, tokenizer: Any, sampling: ChatSampling, *, is_raw: bool = False) -> None:
@@ -142,10 +141,8 @@ class Chat:
         positions = max_positions(model)
         room = sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - len(tokens))
         if room < 1:
-            raise ConfigError(
-                f"prompt: {len(tokens)} tokens with what was said before; accepted: fewer than {positions}, "
-                "the model's positions (in a chat, /clear begins anew)"
-            )
+            accepted = f"fewer than {positions}, the model's positions (in a chat, /clear begins anew)"
+            raise ConfigError(f"prompt: {len(tokens)} tokens with what was said before; accepted: {accepted}")
         num_cached = self._keep_prefix(tokens)
         config = generation_config(model, room, sampling.temperature, sampling.top_p)
         config.return_dict_in_generate = True
@@ -210,10 +207,8 @@ class Chat:
 
     def _text(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         with tokenizer_errors("the tokenizer cannot write the model's tokens as text"):
-            text: str = self._tokenizer.decode(
-                tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        return text
+            options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+            return str(self._tokenizer.decode(tokens, **options))
 
 
 @contextlib.contextmanager

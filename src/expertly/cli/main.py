@@ -42,9 +42,7 @@ REFUSED_BY_SYSTEM = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` and return its exit code. None: the process's own command line, for whose streams and
-    signals this function sees until the process ends.
-    """
+    """Run a command line and return its exit code. None: the process's own, with its streams and signals."""
     if argv is not None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
@@ -185,9 +183,7 @@ def _take_streams() -> None:
 
 
 def _descriptor(number: int) -> int:
-    """Of a standard stream. One that is closed is opened on /dev/null: else the next file would get its number, and
-    what libraries print.
-    """
+    """Of a standard stream. One that is closed is opened on /dev/null, or the next file would get its number."""
     if (sys.stdin, sys.stdout, sys.stderr)[number] is not None:
         return number
     opened = os.open(os.devnull, os.O_RDWR)

@@ -164,7 +164,7 @@ class ResponsesAnswer(BlockAnswer):
         item: Json = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": []}
         if part.kind == "call":
             item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": part.id, "name": part.text}
-            item["arguments"] = ""
+            item["arguments"], self._num_untold = "", 0
         elif part.kind == "reasoning":
             item = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": []}
         item["status"] = "in_progress"
