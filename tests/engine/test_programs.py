@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,13 +22,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 
 import expertly
 from expertly.api import handle
-from expertly.model import graphs
+from expertly.model import graphs, programs
 from expertly.model.hooks import CACHE
 from expertly.native import kernels as native_kernels
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
 from tests.engine.test_graphs import RECORDED
-from tests.families import generate, make_checkpoint, make_prompts
+from tests.families import FAMILIES, Family, generate, load_reference, make_checkpoint, make_prompts
 from tests.model.test_turns import Passes
 
 pytestmark = pytest.mark.timeout(180)
@@ -297,6 +298,109 @@ def test_whoever_looks_between_layers_sees_what_they_give(cases: Cases, monkeypa
         monkeypatch.setattr(Qwen3MoeModel, "forward", forward)
         assert agree()
         assert all(issubclass(kind, torch.nn.Module) for kind in seen) and seen
+
+
+def test_layers_run_as_they_are_ordered(cases: Cases) -> None:
+    """Another order and the first one again; a layer that is there twice."""
+    case = cases["qwen3_moe"]
+    prompt, tokens = case.prompts[0], case.tokens[0]
+    with loaded(case.store, memory="100%") as model, without_programs(case.store, memory="100%") as plain:
+        stacks = [(it.model.layers, list(it.model.layers)) for it in (model, plain)]
+        for order in ((0, 1, 2), (1, 0, 2), (0, 1, 2), (0, 1, 0), (0, 2, 2), (0, 1, 2)):
+            for layers, as_loaded in stacks:
+                for place, number in enumerate(order):
+                    layers[place] = as_loaded[number]
+            assert torch.equal(*(decode(it, prompt, tokens) for it in (model, plain))), order
+
+
+def test_each_layer_has_its_own_angles(tmp_path: Path) -> None:
+    """Where layers that slide rotate otherwise than the rest."""
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    more = {"layer_types": kinds, "sliding_window": 64, "moe_intermediate_size": 16, "num_experts": 8, "head_dim": 8}
+    folder = make_checkpoint(Family("mellum", 3, 2, {"intermediate_size": 48, **more}), tmp_path / "checkpoint")
+    prompt, tokens = make_prompts(1)[0], make_prompts(1, length=12, seed=3)[0]
+    with loaded(folder, memory="100%") as model:
+        torch.testing.assert_close(decode(model, prompt, tokens), decode(load_reference(folder), prompt, tokens))
+        assert num_run(model) > 0
+
+
+def test_a_matrix_that_is_turned_where_it_is(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path / "checkpoint")
+    prompt, tokens = make_prompts(1)[0], make_prompts(1, length=9, seed=3)[0]
+    reference = load_reference(folder)
+    with loaded(folder) as model:
+        decode(model, prompt, tokens)
+        for it in (model, reference):
+            weight = it.model.layers[1].self_attn.o_proj.weight  # as high as wide
+            weight.data = weight.data.t()
+        expected = decode(reference, prompt, tokens)
+        torch.testing.assert_close(decode(model, prompt, tokens), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_cache_of_another_model_is_refused_as_by_transformers(cases: Cases, tmp_path: Path) -> None:
+    """Not written beyond its end: here one of fewer heads, or of narrower ones."""
+    case = cases["qwen3_moe"]
+    prompt, tokens = case.prompts[0], case.tokens[0]
+    usual = FAMILIES["qwen3_moe"].config
+    for number, more in enumerate([{"num_key_value_heads": 1}, {"head_dim": 4}]):
+        folder = make_checkpoint(Family("qwen3_moe", 3, 3, usual | more), tmp_path / str(number))
+        with loaded(case.store) as model, loaded(folder) as another, torch.no_grad():
+            decode(model, prompt, tokens)
+            cache = another(torch.tensor([prompt]), use_cache=True).past_key_values
+            token = torch.tensor([tokens[:1]])
+            another(token, past_key_values=cache)
+            with pytest.raises(RuntimeError, match=r"[Ss]ize"):
+                model(token, past_key_values=cache)
+
+
+def test_a_layer_that_was_not_reached_keeps_its_cache(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the experts of the one before it could not be read: whoever goes on finds no keys that nobody wrote."""
+    case = cases["qwen3_moe"]
+    prompt, tokens = case.prompts[0], case.tokens[0]
+    with loaded(case.store, system="on-demand") as model, torch.no_grad():
+        decode(model, prompt, tokens)
+        cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
+        token = torch.tensor([tokens[:1]])
+        for _ in range(2):
+            model(token, past_key_values=cache)
+        runtime, usual, before = type(handle(model).engine), type(handle(model).engine).forward_experts, num_run(model)
+
+        def failing(self: Any, module: Any, layer: int, *call: Any) -> torch.Tensor:
+            if layer == 1:
+                raise OSError("a disk that is gone")
+            return usual(self, module, layer, *call)
+
+        monkeypatch.setattr(runtime, "forward_experts", failing)
+        with pytest.raises(OSError, match="is gone"):
+            model(token, past_key_values=cache)
+        assert num_run(model) == before + 1
+        lengths = [cache.get_seq_length(layer) for layer in range(3)]
+        assert lengths == [len(prompt) + 3, len(prompt) + 3, len(prompt) + 2]
+
+
+def test_what_other_threads_compute_is_not_noted(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits that one computes while another's layers are noted stay its own."""
+    case, logits = cases["qwen3_moe"], list[torch.Tensor]()
+    with loaded(case.store) as model:
+        usual = programs.Notes.begin
+
+        def noting(self: Any) -> None:
+            usual(self)
+            thread = threading.Thread(target=lambda: logits.append(compute()))
+            thread.start()
+            thread.join()
+
+        def compute() -> torch.Tensor:
+            with torch.no_grad():
+                return model.lm_head(torch.ones(1, 1, model.config.hidden_size))  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(programs.Notes, "begin", noting)
+        generate(model, case.prompts[:1])
+        assert logits
+        for some in logits:
+            some.zero_()
+        assert generate(model, case.prompts[:1]) == case.tokens[:1]
+        assert num_run(model) > 0 and not any(map(torch.any, logits))
 
 
 def test_an_observer_sees_every_layer(cases: Cases) -> None:

@@ -36,7 +36,7 @@ def grow(pair: Pair, num_tokens: int, seed: int) -> None:
     """By `update`, or at odd seeds at their places, where there are any."""
     new, cache = numbers(num_tokens, seed), DynamicCache()
     cache.layers = [pair[0]]
-    got = places(cache, 0, new[0][:, 0]) if seed % 2 else None
+    got = places(cache, 0, new[0][:, 0], *new[0].shape[1::2]) if seed % 2 else None
     if got is None:
         got = pair[0].update(*new)
     else:

@@ -293,6 +293,14 @@ def test_what_was_read_and_written_is_found_on_disk_after_a_restart(tmp_path: Pa
         before = len(prompt) + len(said) if number else 0
         assert before - PAGE < made.cached["turn"] + 1 <= before + 1 or not number, "no more than a page is lost"
         said = [*said, *more, *expected]
+    files = sorted((tmp_path / "kv").iterdir())
+    contents = [page.read_bytes() for page in files]
+    for page, another in zip(files, contents[1:] + contents[:1], strict=True):
+        page.write_bytes(another)
+    with passes(num_pages=20, pages=KeptPages(tmp_path / "kv", 1 << 20, b"model")) as made:
+        made.ask("exchanged", text, 20)
+        made.wait()
+    assert (made.tokens["exchanged"], made.cached["exchanged"]) == (expected, 0), "another page under this name"
     for page in (tmp_path / "kv").iterdir():
         content = bytearray(page.read_bytes())
         content[7] ^= 1

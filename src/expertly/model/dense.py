@@ -646,9 +646,10 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
             joined = self._expertly_joined = _try(self, original, hidden_states, position_embeddings, kernels, kwargs)
         if not few or joined is None or not joined.parts.holds():
             return original.forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
-        room = None if cache is None else places(cache, self.layer_idx, hidden_states)
-        cos, sin = position_embeddings
-        query, key, value = kernels.projections(hidden_states, joined.projections, cos, sin, room)
+        (cos, sin), made = position_embeddings, joined.projections
+        heads = made.num_rows[1] // made.head_width, made.head_width
+        room = None if cache is None else places(cache, self.layer_idx, hidden_states, *heads)
+        query, key, value = kernels.projections(hidden_states, made, cos, sin, room)
         positions = None
         if cache is not None and room is None:
             key, value, positions = keep(cache, self.layer_idx, key, value, kwargs)

@@ -122,7 +122,7 @@ class AsTried:
             if child is not None
         ]
         self._tensors = [
-            (tensors, name, 0 if tensor is None else tensor.data_ptr())
+            (tensors, name, *((0, True) if tensor is None else (tensor.data_ptr(), tensor.is_contiguous())))
             for module in modules
             for tensors in (module._parameters, module._buffers)
             for name, tensor in tensors.items()
@@ -145,9 +145,12 @@ class AsTried:
                 or (child._forward_hooks and child is not self._observed)
             ):
                 return False
-        for tensors, name, address in self._tensors:
+        for tensors, name, address, is_contiguous in self._tensors:
             tensor = tensors.get(name)
-            if address != (0 if tensor is None else tensor.data_ptr()):
+            if tensor is None:
+                if address:
+                    return False
+            elif tensor.data_ptr() != address or tensor.is_contiguous() != is_contiguous:  # it may be transposed
                 return False
         return not _has_any_global_hook()
 
@@ -404,9 +407,10 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def places(cache: Any, layer: int, new: torch.Tensor) -> Sequence[torch.Tensor] | None:
+def places(cache: Any, layer: int, new: torch.Tensor, num_heads: int, head_width: int) -> Sequence[torch.Tensor] | None:
     """Keys and values of a plain layer of a KV cache, in which those of the tokens `new` [B, S, H] are last, to be
-    filled by the caller. None where `update` is to give them new memory, or to do something else.
+    filled by the caller. None where `update` is to give them new memory, or to do something else, as for the cache of
+    another model.
     """
     if type(cache) is not DynamicCache or cache.offloading or layer >= len(cache.layers):
         return None
@@ -420,7 +424,7 @@ def places(cache: Any, layer: int, new: torch.Tensor) -> Sequence[torch.Tensor] 
             return None
         batch, heads, most, width = memory.shape
         num_tokens = past.shape[2] + new.shape[1]
-        if num_tokens > most or batch != new.shape[0]:
+        if num_tokens > most or (batch, heads, width) != (new.shape[0], num_heads, head_width):
             return None
         views.append(memory.as_strided((batch, heads, num_tokens, width), memory.stride()))
     kept.keys, kept.values = views

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -83,8 +84,11 @@ class _Noted(TorchDispatchMode):
         self.calls: dict[int, Callable[[], None]] = {}  # steps that are torch's
         self.kept: list[Any] = []
         self._kernels = kernels
+        self._thread = get_ident()  # others may compute logits meanwhile
 
     def note(self, kind: str, arguments: Sequence[int], kept: Sequence[Any]) -> None:
+        if get_ident() != self._thread:
+            return
         self.steps.append(_step(kind, arguments))
         self.kept += kept
 
@@ -215,6 +219,12 @@ class LayerProgram(LayerGraphs):
             for place, part in zip(at.routed[2], self._router.forward(*args, **named), strict=True):
                 place.copy_(part)
 
+    def take_back(self, kwargs: dict[str, Any]) -> None:
+        """The places of keys and values, which are not filled as a layer before failed."""
+        if self._is_attended and type(kwargs[CACHE]) is DynamicCache:
+            kept, num_tokens = kwargs[CACHE].layers[self._attention.layer_idx], self._at.hidden.shape[1]
+            kept.keys, kept.values = kept.keys[:, :, :-num_tokens], kept.values[:, :, :-num_tokens]
+
     def goes_on_with(self, following: LayerProgram) -> bool:
         """Whether the following program reads what this one gives, after the last step, which hands it over."""
         steps, read = ((it._assemble() if it._steps is None else it._steps) for it in (self, following))
@@ -279,7 +289,7 @@ class LayerProgram(LayerGraphs):
             end = int(row) + 1
             room = keys[:, :, :end], values[:, :, :end]
         elif is_known:
-            room = places(cache, layer, at.hidden)
+            room = places(cache, layer, at.hidden, at.key.shape[1], at.key.shape[3])
             keys, values = room or (keys, values)
         put_into(projected, room, num_tokens)
         if room is not None:
@@ -311,5 +321,10 @@ def run_programs(
         if is_end:
             return programs[last]._at.out.clone()  # type: ignore[no-any-return]
         number += num_further
-        programs[number].take(step, calls[number])
+        try:
+            programs[number].take(step, calls[number])
+        except BaseException:
+            for program, kwargs in zip(programs[number + 1 :], calls[number + 1 :], strict=True):
+                program.take_back(kwargs)
+            raise
         step, num_further = kernels.run_program(steps[number], step + 1, last - number)

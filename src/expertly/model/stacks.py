@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class Stack:
         self.code = code
         self._num_seen = 0  # tokens that were passed on as they should
         self._is_known = True  # none was not
-        self._linked: dict[LayerProgram, list[LayerProgram]] = {}  # by the first, which go on with each other
+        self._linked: dict[LayerProgram, LayerProgram] = {}  # which goes on with which
 
     def stand_ins(self, layers: list[nn.Module]) -> Iterator[Callable[..., Any]]:
         """What the forward calls in place of its layers."""
@@ -104,7 +105,9 @@ class Stack:
     def _programs(
         self, layers: list[nn.Module], hidden: torch.Tensor, calls: list[dict[str, Any]]
     ) -> list[LayerProgram] | None:
-        """Those of all layers, which go on with each other; None where a layer is to be called as it is."""
+        """Those of all layers, which go on with each other; None where a layer is to be called as it is, where one is
+        there twice, and where they have not all the same angles, of which there is room for those of one.
+        """
         programs: list[LayerProgram] = []
         for layer, kwargs in zip(layers, calls, strict=True):
             state = vars(layer)
@@ -112,6 +115,7 @@ class Stack:
             program: Any = None if forms is None else forms.of(layer, hidden, kwargs)
             if (
                 program is None
+                or kwargs.get("position_embeddings") is not calls[0].get("position_embeddings")
                 or program.num_compared < NUM_COMPARED
                 or state["_forward_hooks"]
                 or state["_forward_pre_hooks"]
@@ -120,10 +124,13 @@ class Stack:
             ):
                 return None
             programs.append(program)
-        if self._linked.get(programs[0]) != programs:
-            if not all(map(LayerProgram.goes_on_with, programs, programs[1:])):
-                return None
-            self._linked[programs[0]] = programs
+        if len(set(programs)) < len(programs):
+            return None
+        for program, following in pairwise(programs):
+            if self._linked.get(program) is not following:
+                if not program.goes_on_with(following):
+                    return None
+                self._linked[program] = following
         return programs
 
 

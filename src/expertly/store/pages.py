@@ -77,7 +77,7 @@ class KeptPages:
         with suppress(StoreError), reading(path, StoreError) as file:
             content = file.read(nbytes + _SUM_NBYTES + 1)
         page, checksum = content[:nbytes], content[nbytes:]
-        if len(page) != nbytes or checksum != xxhash.xxh3_64_digest(page):
+        if len(page) != nbytes or checksum != _sum_of(name, page):
             self._forget(name)
             return None
         with self._changed, suppress(KeyError):
@@ -112,7 +112,7 @@ class KeptPages:
                     return
                 name, page = self._waiting[0]
             try:
-                self._write(name, page + xxhash.xxh3_64_digest(page))
+                self._write(name, page + _sum_of(name, page))
             except OSError as error:
                 log.warning("kv_disk: %s: %s; nothing more is kept there", self._folder, error.strerror or error)
                 with self._changed:
@@ -137,3 +137,10 @@ class KeptPages:
             self._nbytes.pop(name, None)
         with suppress(OSError):
             (self._folder / name).unlink()
+
+
+def _sum_of(name: str, page: bytes) -> bytes:
+    """Of a page and its name: another page's file under this name is not it."""
+    checksum = xxhash.xxh3_64(name.encode())
+    checksum.update(page)
+    return checksum.digest()
