@@ -65,6 +65,11 @@ def adapter_alone(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "maker/base"}')
 
 
+def adapter_below(folder: Path) -> None:
+    (folder / "checkpoint-500").mkdir()
+    (folder / WEIGHTS).rename(folder / "checkpoint-500" / "adapter_model.safetensors")
+
+
 def pointer(name: str) -> Callable[[Path], None]:
     """What git leaves of a large file without git-lfs."""
     text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 4976698672\n"
@@ -127,6 +132,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         adapter_alone,
         "model: an adapter (LoRA) of 'maker/base' without its model; merge it into that first",
     ),
+    "an adapter alone in a folder": (adapter_below, "model: an adapter (LoRA) without its model; merge it into that"),
     "a pipe": (as_pipe, f"{WEIGHTS}: a pipe; must be a file"),
 }
 

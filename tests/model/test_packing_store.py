@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import expertly
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.model.generation import generate, generation_config
-from expertly.model.packing import pack, pack_cached
+from expertly.model.packing import local_folder, pack, pack_cached
 from expertly.store.cache import learned_beside, list_entries
 from expertly.store.checkpoint import Checkpoint
 from expertly.store.manifest import FORMAT_VERSION, MANIFEST_NAME
@@ -152,3 +152,13 @@ def test_a_store_is_of_one_dtype_and_not_packed_again(tmp_path: Path) -> None:
         pack(source, store, "bfloat16")
     with pytest.raises(CheckpointError, match="already a packed store"):
         pack(store, tmp_path / "again")
+
+
+def test_a_repository_in_the_hubs_cache_is_its_snapshot(tmp_path: Path) -> None:
+    repository = tmp_path / "models--maker--model"
+    (repository / "refs").mkdir(parents=True)
+    make_checkpoint("mixtral", snapshot := repository / "snapshots" / ("0" * 40))
+    assert local_folder(repository) == local_folder(snapshot) == snapshot
+    (repository / "snapshots" / ("1" * 40)).mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        pack(repository, tmp_path / "store")  # which of the two, nobody can tell

@@ -90,6 +90,22 @@ def test_the_class_built_generates(tmp_path: Path, named: str) -> None:
     assert type(build_meta_model(tmp_path)).__name__ == "MixtralForCausalLM"
 
 
+def test_a_family_whose_code_comes_with_it_is_the_architecture_that_it_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Kimi-K2, which is a DeepSeek-V3."""
+    config = FAMILIES["deepseek_v3"].make_config().to_dict() | {"model_type": "kimi_k2"}
+    config["architectures"] = ["DeepseekV3ForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"kimi_k2.*not a family"):
+        build_meta_model(tmp_path)
+    code = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"auto_map": code}))
+    model = build_meta_model(tmp_path)
+    assert type(model).__name__ == "DeepseekV3ForCausalLM" and model.config.model_type == "deepseek_v3"
+    assert "runs as deepseek_v3" in caplog.text
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_bytes_of_the_dense_part_by_hand(family: str, toys: Toys) -> None:
     toy = toys[family]

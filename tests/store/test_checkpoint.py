@@ -157,6 +157,13 @@ def adapted(folder: Path) -> None:
     (folder / "adapter_model.safetensors").write_bytes(file_of("t0"))
 
 
+def from_a_mac(folder: Path) -> None:
+    """Its archives have a file `._NAME` beside each."""
+    without_index(folder)
+    for path in [*folder.glob("*.safetensors")]:
+        path.with_name(f"._{path.name}").write_bytes(bytes([0, 5, 22, 7]))
+
+
 BOTH = {"t0": entry("U8", (4,), (0, 4)), "t1": entry("U8", (4,), (4, 8))}
 
 
@@ -174,6 +181,7 @@ def beside(name: str, *names: str) -> Callable[[Path], None]:
 LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "shards without an index": (without_index, ""),
     "an adapter beside them": (adapted, ""),
+    "an archive of a Mac": (from_a_mac, ""),
     "in a folder that it does not name": (moved(has_index=True), ""),
     "in a folder without one": (moved(has_index=False), ""),
     "an overlay": (overlaid, f"{INDEX}: names other files for 1 tensors that are in several; not read: t0 in 'model-"),

@@ -71,11 +71,6 @@ class Group:
         return self.converter is not None and any("*" in pattern for pattern in self.sources)
 
     @property
-    def is_shared(self) -> bool:
-        """Whether experts of several modules are numbered as one."""
-        return self.is_per_expert and len(self.converter.target_patterns) > 1  # type: ignore[union-attr]
-
-    @property
     def is_rowwise(self) -> bool:
         """Whether row e of the parameter depends on the e-th tensors, or row e of a tensor, alone."""
         known = ("Concatenate", "ConcatenateRows", "Transpose", "Interleave", "Dequantize")
@@ -472,8 +467,8 @@ class ExpertsReader:
         for pattern, names in group.sources.items():
             if not group.is_per_expert and len(names) != 1:
                 raise CheckpointError(f"{folder}: tensors {', '.join(names[:3])} all claim to be {target}")
-            if group.is_shared:
-                continue  # `_check_made` sees how they are split
+            if group.is_per_expert and len(self._conversion.targets(group)) > 1:
+                continue  # of several modules, in one numbering: `_check_made` sees how they are split
             numbers = group.expert_numbers(pattern) if group.is_per_expert else set()
             absent = sorted({*range(num_experts)} - numbers) if numbers else []
             problem = f": expert {absent[0]} is not in the checkpoint" if absent else ""

@@ -165,8 +165,7 @@ def bind(module: Any, layer: int, runtime: Runtime) -> None:
     """Give an experts module its runtime: two models of one family may have two."""
     module._expertly_layer = layer
     module._expertly_runtime = runtime
-    forwards = experts_forward, _switch_forward, _rows_forward, _passing_forward
-    if type(module).forward not in forwards:  # without asking the config each time
+    if original_of(type(module)) is type(module):  # else it has a forward of these; without asking the config each time
         module.__class__ = look_alike(type(module), forward=experts_forward)
 
 
@@ -196,12 +195,11 @@ def strip(model: Any, site: ExpertsSite) -> Any:
     if site.is_fused:
         for name in site.weight_names:
             delattr(module, name)
-        if not hasattr(module, "is_transposed"):  # not on the interface
-            module.is_transposed, module.is_concatenated = site.is_transposed, site.is_concatenated
-            module.has_gate, module.has_bias, module.num_experts = True, False, site.geometry.num_experts
-            forward = _rows_forward if site.takes_rows else _passing_forward if site.passes_on else experts_forward
-            gate = {} if hasattr(type(module), "_apply_gate") else {"_apply_gate": _default_apply_gate}
-            module.__class__ = look_alike(type(module), forward=forward, **gate)
+        if (calls := site.calls) is not None:
+            module.is_concatenated, module.num_experts = site.is_concatenated, site.geometry.num_experts
+            forward = _rows_forward if calls.takes_rows else _passing_forward if calls.passes_on else experts_forward
+            gate = getattr(type(module), "_apply_gate", _default_apply_gate)
+            module.__class__ = look_alike(type(module), forward=forward, _apply_gate=gate)
         return module
     activation = next(iter(module.values())).act
     module.clear()

@@ -211,6 +211,9 @@ def local_folder(model: str | Path | None) -> Path | None:
     if model is None or model == DEMO_NAME:
         return demo_folder()
     name, path = str(model), Path(model).expanduser()
+    snapshots = list(path.glob("snapshots/*")) if (path / "refs").is_dir() else []
+    if len(snapshots) == 1:  # of a repository in the hub's cache
+        return snapshots[0]
     if name.strip() and (path.is_dir() or (path.suffix == SUFFIX and path.is_file())):
         return path
     if name.strip() and path.exists():

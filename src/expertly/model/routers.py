@@ -53,9 +53,8 @@ class HookedRouter:
         self.scoring = "softmax" if self._is_normalised else _scoring(logits, block.index, block.weights)
         self.of_tokens = block.of_tokens()
         """The experts [V, K] of each token of the vocabulary, in host memory, where tokens alone choose; or None."""
-        self.can_look_ahead = self.of_tokens is None and self._gives(
-            _rows(call.inputs)[:_NUM_COMPARED], logits[:_NUM_COMPARED]
-        )
+        gives = self._gives(_rows(call.inputs)[:_NUM_COMPARED], logits[:_NUM_COMPARED])
+        self.can_look_ahead = self.of_tokens is None and gives
         """Whether it can be called with hidden states alone. Some routers need more."""
 
     def attach(self, ran: Ran) -> None:

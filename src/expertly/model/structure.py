@@ -13,7 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ class ExpertsSite:
     Fused (`is_fused`): two parameters `{name}.{weight_names[i]}` of all experts, `[E, 2I, H]` and `[E, H, I]`
     (`is_transposed`: `[E, H, 2I]` and `[E, I, H]`; without a gate I for 2I). `is_concatenated`: gate rows, then up
     rows; else interleaved gate 0, up 0, gate 1, ... Not fused: a module for each expert, `expert_weight_names(e)`.
-    `takes_rows`, `passes_on`: see `trial.Calls`.
     """
 
     name: str  # module path, e.g. model.layers.3.mlp.experts
@@ -59,8 +58,7 @@ class ExpertsSite:
     has_gate: bool
     weight_names: tuple[str, str]  # ("gate_up_proj", "down_proj"), ("up_proj", "down_proj"); not fused: ("wi", "wo")
     is_fused: bool = True
-    takes_rows: bool = False
-    passes_on: bool = False
+    calls: Calls | None = None  # of a class that is not on transformers' interface
 
     def expert_weight_names(self, expert: int) -> tuple[str, str]:
         """Full names of the parameters that hold an expert; if experts are not fused, its own, [I, H] and [H, I]."""
@@ -93,14 +91,20 @@ def read_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
         isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
     ):
         raise CheckpointError(f"{path}: architectures={architectures!r:.80}: must be a list of names")
-    if model_type not in CONFIG_MAPPING:
+    named = [getattr(transformers, name, None) for name in architectures or () if "auto_map" in raw]
+    kinds = [kind for model in named if (kind := getattr(model, "config_class", None))]
+    by_name = kinds[0].model_type if kinds else ""
+    family = model_type if model_type in CONFIG_MAPPING else by_name
+    if family not in CONFIG_MAPPING:
         code = "; it is code that comes with the checkpoint (auto_map), which is not run" if "auto_map" in raw else ""
         raise UnsupportedModelError(
             f"{path}: model_type={model_type!r:.80}: not a family of transformers {transformers.__version__}{code}; "
             f"{_SUPPORTED}"
         )
-    config_class = CONFIG_MAPPING[model_type]
-    fields = of_the_model(raw)
+    config_class, fields = CONFIG_MAPPING[family], of_the_model(raw) | {"model_type": family}
+    if family != model_type:
+        said = f"model_type={model_type!r:.80}: runs as {family}, by its architecture's name"
+        logging.getLogger("expertly").warning("%s: %s", path, said)
     if not fields.get("quantization_config"):
         fields.pop("quantization_config", None)
     for name in fields:
@@ -316,8 +320,7 @@ def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int, calls: 
     top_k = _top_k(model, name, module, num_experts)
     geometry = LayerGeometry(num_experts, top_k, hidden, width, 3 if has_gate else 2, itemsize)
     is_concatenated = getattr(manner, "is_concatenated", True)
-    site = ExpertsSite(name, geometry, is_transposed, is_concatenated, has_gate, names)
-    return site if calls is None else replace(site, takes_rows=calls.takes_rows, passes_on=calls.passes_on)
+    return ExpertsSite(name, geometry, is_transposed, is_concatenated, has_gate, names, calls=calls)
 
 
 _TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_SCALES = (0.1, 1.0, 100.0)
-"""Of the tokens: a limit of activations shows."""
-
+_SCALES = (0.1, 1.0, 100.0)  # of the tokens: a limit of activations shows
 _OTHERWISE = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
 
@@ -55,10 +53,8 @@ def try_experts(module: nn.Module) -> Calls | None:
             for is_concatenated in (True, False):
                 every = _every_expert(small_module, x, is_transposed, is_concatenated)
                 if num_arguments == 1:
-                    is_it, passes_on = (
-                        _is_same(small_module.forward(x.repeat(len(every), 1)), every.flatten(0, 1)),
-                        False,
-                    )
+                    made, passes_on = small_module.forward(x.repeat(len(every), 1)), False
+                    is_it = _is_same(made, every.flatten(0, 1))
                 else:
                     is_it, passes_on = _tried_by_ids(small_module, x, every)
                 if is_it:

@@ -192,7 +192,7 @@ _NOT_NEGATIVE = re.compile(
 )
 # those without which there is no text model, and numbers by which positions are divided,
 _POSITIVE = re.compile(
-    r"(hidden_size|vocab_size|num_hidden_layers|num_attention_heads|num_key_value_heads|head_dim|rope_theta)"
+    r"(hidden_size|vocab_size|num_hidden_layers|num_attention_heads|num_key_value_heads|rope_theta)"
     r"|rope_(parameters|scaling)\.(.+\.)?(\w*factor|rope_theta|original_max_position_embeddings)(\.\d+)?"
 )
 # and those that may be larger than any tensor: nothing is built that large.
@@ -231,9 +231,7 @@ def check_claims(
         most = max(_FEW, len(numbers), *stacked)
         accepted = f"there are tensors for {most} at most"
         largest = max(_SMALL_SIZE, _PACKED * max((max(shape, default=0) for shape in shapes.values()), default=0))
-    values = list(_numbers(config))
-    fields = {field for field, _ in values}
-    for field, value in values:
+    for field, value in _numbers(config):
         key = field.rpartition(".")[2]
         said = f"{path}: {field}={value!s:.80}: "
         if isinstance(value, float) and not math.isfinite(value) and not (value > 0 and "limit" in key):
@@ -244,8 +242,6 @@ def check_claims(
             raise failure(f"{said}no tensor is as large; accepted: at most {largest}")
         if value < 0 and _NOT_NEGATIVE.search(key):
             raise failure(f"{said}must be at least 0")
-        if key == "head_dim" and value == 0 and field.replace(key, "qk_nope_head_dim") in fields:
-            continue  # of rotary heads, of which latent attention may have none
         if value <= 0 and (_POSITIVE.fullmatch(key) or _POSITIVE.fullmatch(field)):
             raise failure(f"{said}must be above 0")
 
@@ -270,7 +266,7 @@ def has_weights(folder: Path) -> bool:
 
 def _weights_in(folder: Path) -> list[str]:
     """Names of the files of a model's weights, and none of an adapter."""
-    return sorted(path.name for path in folder.glob("*.safetensors") if not path.name.startswith("adapter_model"))
+    return sorted(path.name for path in folder.glob("[!.]*.safetensors") if not path.name.startswith("adapter_model"))
 
 
 def _folders_in(folder: Path) -> list[Path]:
@@ -337,8 +333,9 @@ def _check_shards(folder: Path, names: list[str]) -> None:
 def _why_no_weights(folder: Path, inner: list[str]) -> str:
     if any(path.is_symlink() and not path.exists() for path in (folder / INDEX_NAME, *folder.glob("*.safetensors"))):
         return "its weights are a broken link: an unfinished download?"
-    if (folder / ADAPTER_NAME).exists():
-        base = read_json_object(folder / ADAPTER_NAME, CheckpointError).get("base_model_name_or_path")
+    if adapters := [*folder.glob("adapter_*"), *folder.glob("*/adapter_*")]:
+        about = adapters[0].parent / ADAPTER_NAME
+        base = about.exists() and read_json_object(about, CheckpointError).get("base_model_name_or_path")
         of = f" of {base!r:.200}" if isinstance(base, str) else ""
         return f"an adapter (LoRA){of} without its model; merge it into that first (PEFT's merge_and_unload)"
     if inner:
