@@ -19,6 +19,8 @@ from tests.families import VOCAB_SIZE
 NUM_PROMPT, NUM_NEW, NUM_PADS = 12, 7, 4
 CLOSE = 1e-4  # of the largest logit
 
+SETTINGS = ("resident", "100%"), ("expertly-ahead", "100%"), ("expertly-ahead", "25%"), ("lru:segments=2", "25%")
+
 CANNOT_BE_MADE = {
     "dbrx": "transformers cannot make it from its default config",
     "diffusion_gemma": "its default has no experts; it writes blocks of tokens, without logits",
@@ -93,7 +95,7 @@ def test_every_family_is_the_reference(family: str, tmp_path: Path) -> None:
     reference = alone.from_pretrained(folder).eval()
     expected = [run(reference, 1), run(reference, 2)]
     pack(folder, store)
-    for system, memory in (("resident", "100%"), ("expertly-ahead", "100%"), ("expertly-ahead", "25%"), ("lru", "25%")):
+    for system, memory in SETTINGS:
         if family in NO_LOOKAHEAD and system == "expertly-ahead":
             with pytest.raises(ConfigError, match="nothing can ask the routers"), loaded(store, system=system):
                 pass
