@@ -168,7 +168,7 @@ class Collector:
             token_ids = info.token_ids if "token_ids" in self._wants else None
             choices = {}
             if info.token_ids is not None:
-                tokens = torch.from_numpy(_cut(info.token_ids, is_real))
+                tokens = torch.tensor(_cut(info.token_ids, is_real))
                 of_stack = (layer for layer in self._of_tokens if info.layers is None or layer in info.layers)
                 choices = {layer: _read_only(self._of_tokens[layer][tokens].numpy()) for layer in of_stack}
             return Began(

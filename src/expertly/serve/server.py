@@ -79,12 +79,12 @@ def assemble(
     """
     loaded = api.handle(model)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    reason = why_not_together(model, PAGE_TOKENS)
+    pages = kept_pages(options, model, loaded.store, reason)
     prompts = Prompts(tokenizer, vocabulary, template, room.context)
     memory, stats = memory_of(loaded, room), loaded.stats.as_dict()
-    reason = why_not_together(model, PAGE_TOKENS)
     if reason is not None:
         room = replace(room, is_one_at_a_time=True, max_running=MAX_CHOICES)
-    pages = kept_pages(options, model, loaded.store, reason)
     names = options.served_names
     head = {"id": names[0], "object": "model", "created": int(time.time()), "owned_by": "expertly"}
     facts = {  # what OpenAI has no field for
