@@ -350,10 +350,10 @@ def make_prefetching(
             )
     collector = Collector(predictor.wants, geometry.layers, routers, embedder(model), system.distance)
     if collector.left_out:
-        logging.getLogger("expertly").warning(
-            "prediction: nothing can ask the routers of layers %s early: their experts are loaded when they are chosen",
-            collector.left_out,
+        said = (
+            "prediction: nothing can ask the routers of layers %s early: their experts are loaded when they are chosen"
         )
+        logging.getLogger("expertly").warning(said, collector.left_out)
     saved = None
     if keeps_learned and predictor.learned is not None:
         width = model.get_input_embeddings().weight.shape[1]

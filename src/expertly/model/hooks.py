@@ -226,19 +226,15 @@ def _rows_forward(self: Any, rows: torch.Tensor) -> torch.Tensor:
     outputs = torch.zeros_like(rows)
     of_expert = rows.unflatten(0, (self.num_experts, -1))
     token, expert = of_expert.any(-1).T.nonzero().unbind(1)
-    ones = rows.new_ones(len(token), 1)
-    chosen = experts_forward(self, of_expert[expert, token], expert[:, None], ones)
+    chosen = experts_forward(self, of_expert[expert, token], expert[:, None], rows.new_ones(len(token), 1))
     outputs.unflatten(0, (self.num_experts, -1))[expert, token] = chosen
     return outputs
 
 
-def _passing_forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+def _passing_forward(self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`experts_forward`, where an id of E or more passes its token on."""
-    passed = (top_k_weights * (top_k_index >= self.num_experts)).sum(-1, keepdim=True)
-    outputs = experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    return outputs + (hidden_states * passed).to(outputs.dtype)
+    passed = (weights * (ids >= self.num_experts)).sum(-1, keepdim=True)
+    return experts_forward(self, hidden, ids, weights) + (hidden * passed).to(hidden.dtype)
 
 
 # -- forward passes ----------------------------------------------------------------------------------------------------

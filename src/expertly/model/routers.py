@@ -91,9 +91,7 @@ class HookedRouter:
         return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
 
     def normalised(self, logits: torch.Tensor) -> torch.Tensor:
-        """Routing scores [..., E] in float32 that sum to 1: the softmax, or each sigmoid's share of their sum. Those of
-        choices that are no expert are left out.
-        """
+        """Routing scores [..., E] in float32 that, with those of no expert, sum to 1: softmax, or sigmoids' shares."""
         if self._is_normalised:
             scores = logits.float()
         elif self.scoring == "softmax":
@@ -213,8 +211,7 @@ class _Block:
     def has_best(self, parts: list[Any]) -> bool:
         """Whether the choice is the K best of one of them."""
         position = _logits_position(parts, self)
-        top_k = self.index.shape[-1]
-        best = None if position is None else _rows(parts[position]).topk(top_k).indices
+        best = None if position is None else _rows(parts[position]).topk(self.index.shape[-1]).indices
         return best is not None and _is_same(best.sort().values, self.index.sort().values)
 
     def note_choice(self, _: nn.Module, args: tuple[Any, ...]) -> None:

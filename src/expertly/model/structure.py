@@ -103,8 +103,8 @@ def read_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
         )
     config_class, fields = CONFIG_MAPPING[family], of_the_model(raw) | {"model_type": family}
     if family != model_type:
-        said = f"model_type={model_type!r:.80}: runs as {family}, by its architecture's name"
-        logging.getLogger("expertly").warning("%s: %s", path, said)
+        said = "%s: model_type=%.80r: runs as %s, by its architecture's name"
+        logging.getLogger("expertly").warning(said, path, model_type, family)
     if not fields.get("quantization_config"):
         fields.pop("quantization_config", None)
     for name in fields:
@@ -304,8 +304,7 @@ def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int, calls: 
         width, hidden = first.wi.weight.shape
         geometry = LayerGeometry(len(module), 1, hidden, width, 2, itemsize)
         return ExpertsSite(name, geometry, False, True, False, ("wi", "wo"), is_fused=False)
-    has_gate, manner = getattr(module, "has_gate", True), calls or module
-    is_transposed = manner.is_transposed
+    has_gate, is_transposed = getattr(module, "has_gate", True), (calls or module).is_transposed
     names = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
     up, down = (getattr(module, weight, None) for weight in names)
     if up is None or down is None or up.dim() != 3 or down.dim() != 3:
@@ -319,7 +318,7 @@ def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int, calls: 
         raise _unsupported(model_type, reason)
     top_k = _top_k(model, name, module, num_experts)
     geometry = LayerGeometry(num_experts, top_k, hidden, width, 3 if has_gate else 2, itemsize)
-    is_concatenated = getattr(manner, "is_concatenated", True)
+    is_concatenated = getattr(calls or module, "is_concatenated", True)
     return ExpertsSite(name, geometry, is_transposed, is_concatenated, has_gate, names, calls=calls)
 
 

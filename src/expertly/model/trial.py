@@ -6,6 +6,7 @@ E experts, T tokens, H hidden, I intermediate.
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,25 +43,21 @@ def try_experts(module: nn.Module) -> Calls | None:
         sizes.setdefault(size, small)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), torch.device("cpu"):
-        small_module: Any = object.__new__(type(module))
-        vars(small_module).update({k: sizes.get(v, v) if type(v) is int else v for k, v in vars(module).items()})
-        small_module._parameters = {
-            name: torch.randn([sizes[size] for size in weight.shape], generator=generator)
-            for name, weight in weights.items()
-        }
+        tried: Any = object.__new__(type(module))
+        vars(tried).update({k: sizes.get(v, v) if type(v) is int else v for k, v in vars(module).items()})
+        shapes = {name: [sizes[size] for size in weight.shape] for name, weight in weights.items()}
+        tried._parameters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         x = torch.randn(len(_SCALES), sizes[hidden], generator=generator) * torch.tensor(_SCALES)[:, None]
-        try:
+        with suppress(*_OTHERWISE):
             for is_concatenated in (True, False):
-                every = _every_expert(small_module, x, is_transposed, is_concatenated)
+                every = _every_expert(tried, x, is_transposed, is_concatenated)
                 if num_arguments == 1:
-                    made, passes_on = small_module.forward(x.repeat(len(every), 1)), False
+                    made, passes_on = tried.forward(x.repeat(len(every), 1)), False
                     is_it = _is_same(made, every.flatten(0, 1))
                 else:
-                    is_it, passes_on = _tried_by_ids(small_module, x, every)
+                    is_it, passes_on = _tried_by_ids(tried, x, every)
                 if is_it:
                     return Calls(is_transposed, is_concatenated, num_arguments == 1, passes_on)
-        except _OTHERWISE:
-            pass
     return None
 
 
