@@ -337,6 +337,23 @@ def test_a_matrix_that_is_turned_where_it_is(tmp_path: Path) -> None:
         torch.testing.assert_close(decode(model, prompt, tokens), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "name", ["granitemoe: residual_multiplier", "olmoe: self_attn.scaling", "mixtral: mlp.gate.top_k"]
+)
+def test_a_number_that_is_set_later_counts(name: str, cases: Cases) -> None:
+    family, _, path = name.partition(": ")
+    case = cases[family]
+    prompt, tokens = case.prompts[0], case.tokens[0]
+    with loaded(case.store) as model, without_programs(case.store) as plain:
+        decode(model, prompt, tokens)
+        for it in (model, plain):
+            module, _, number = f"model.layers.1.{path}".rpartition(".")
+            setattr(it.get_submodule(module), number, 1)
+        before = num_run(model)
+        assert torch.equal(*(decode(it, prompt, tokens) for it in (model, plain)))
+        assert num_run(model) == before + 2 * len(tokens)
+
+
 def test_a_cache_of_another_model_is_refused_as_by_transformers(cases: Cases, tmp_path: Path) -> None:
     """Not written beyond its end: here one of fewer heads, or of narrower ones."""
     case = cases["qwen3_moe"]

@@ -82,6 +82,8 @@ def use_graphs(
         ):
             original = type(layer)
             layer.__class__ = look_alike(original, forward=_forward_of(original))
+            for part in (layer, block, router, attention):
+                part.__class__ = look_alike(type(part), __setattr__=_setter_of(type(part)))
             layer._expertly_graphs = Forms(make or LayerGraphs, original, module, router, shared)
         else:
             kernels.stopped["code that is not on a list"] += 1
@@ -104,6 +106,19 @@ def _forward_of(original: Any) -> Callable[..., Any]:
         return original.forward(self, hidden_states, *args, **kwargs)
 
     return forward
+
+
+def _setter_of(original: Any) -> Callable[..., None]:
+    """Numbers were recorded: a layer stays as it is once one is set, in it or in a part, whose class changes."""
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        if isinstance(value, int | float) and name != "training" and not name.startswith("_expertly_"):
+            object.__setattr__(self, "__class__", original)
+            if "_expertly_graphs" in vars(self):
+                vars(self)["_expertly_graphs"] = None
+        original.__setattr__(self, name, value)
+
+    return __setattr__
 
 
 class _Shared:
