@@ -36,6 +36,7 @@ CITY = {
 TOOL = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": CITY, "strict": True}}
 HELLO = [{"role": "user", "content": "Tell me of the sea."}]
+PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 
 Check = tuple[str, Callable[[], Any]]
 
@@ -58,8 +59,6 @@ def openai_checks(url: str) -> list[Check]:
     chat: Any = lambda **more: client.chat.completions.create(  # noqa: E731
         **{"model": "demo", "messages": HELLO, "max_tokens": 12, "temperature": 0} | more
     )
-
-    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 
     def streamed() -> bool:
         chunks = list(chat(stream=True, stream_options={"include_usage": True}))
@@ -93,7 +92,7 @@ def openai_checks(url: str) -> list[Check]:
         ("a tool that must be called", lambda: json.loads(call(tool_choice="required").arguments)["city"]),
         ("responses", lambda: client.responses.create(model="demo", input="Hello", max_output_tokens=8).output_text),
         ("responses, streamed", response_stream),
-        ("what cannot be had is an error", lambda: is_refused(openai.BadRequestError, chat, messages=picture)),
+        ("what cannot be had is an error", lambda: is_refused(openai.BadRequestError, chat, messages=PICTURE)),
     ]
 
 
@@ -177,7 +176,7 @@ def litellm_checks(url: str) -> list[Check]:
         ),
         (
             "what cannot be had is its BadRequestError",
-            lambda: is_refused(litellm.exceptions.BadRequestError, chat, max_tokens=10**6),
+            lambda: is_refused(litellm.exceptions.BadRequestError, chat, messages=PICTURE),
         ),
     ]
 
