@@ -53,6 +53,7 @@ class Turn:
     stall_share: float
     bytes_loaded: int
     was_stopped: bool
+    rounded_to: str | None = None  # its experts, which are not those of the checkpoint then
 
     def facts(self) -> dict[str, Any]:
         return {"tokens": len(self.token_ids), **asdict(self)}
@@ -64,6 +65,7 @@ class Turn:
             f"TTFT {format_seconds(self.ttft_s)}",
             f"{format_share(self.hit_rate)} of experts hit, {format_nbytes(self.bytes_loaded)} loaded",
             f"stall {format_share(self.stall_share)}",
+            *([f"experts rounded to {self.rounded_to}"] if self.rounded_to else []),
             *(["stopped"] if self.was_stopped else []),
         )
 
@@ -184,6 +186,7 @@ class Chat:
             stall_share=(after["stall_s"] - before["stall_s"]) / seconds,
             bytes_loaded=after["bytes_loaded"] - before["bytes_loaded"],
             was_stopped=stop.is_set(),
+            rounded_to=None if after["rounding"] is None else after["rounding"]["to"],
         )
 
     def _keep_prefix(self, tokens: list[int]) -> int:
