@@ -1,6 +1,6 @@
-"""The dense part of MoE layers as graphs of an accelerator's kernels, which the host launches at once, for a token or a
-few: what a layer does before attention, between attention and experts, and behind the experts. Attention, whose keys
-and values grow, and experts, which come and go, run between them as ever.
+"""The dense part of MoE layers as graphs of an accelerator's kernels, which the host launches at once, for a single
+token: what a layer does before attention, between attention and experts, and behind the experts. Attention, whose keys
+and values grow, and experts, which come and go, run between them as ever. programs.py does it on a CPU.
 
 A layer's own forward is recorded once for each kind of call, with both replaced, so that no family is named here. The
 first tokens are computed twice: a layer whose graphs do not give its own forward's numbers, to the bit, stays as it is.
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model import routers
@@ -182,6 +181,8 @@ class LayerGraphs:
     """
 
     most_tokens = 1
+    caches: frozenset[Any] = frozenset((type(None), DynamicCache))
+    """Kinds of KV cache. Continuous batching captures an accelerator's passes itself: nothing may be replayed there."""
 
     def __init__(self, layer: Any, original: Any, experts: Any, router: Any, shared: _Shared) -> None:
         self._original, self._experts, self._router, self._shared = original, experts, router, shared
@@ -201,7 +202,7 @@ class LayerGraphs:
         if (
             type(hidden) is not type(like)
             or (hidden.dtype, hidden.device) != (like.dtype, like.device)
-            or type(kwargs.get(CACHE)) not in (type(None), DynamicCache, PagedAttentionCache)
+            or type(kwargs.get(CACHE)) not in self.caches
             or (CACHE != "cache" and "cache" in kwargs)  # the paged cache of transformers 5.17, beside the usual one
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled(hidden.device.type)

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model.dense import IDLE, is_native, paged
@@ -183,6 +184,7 @@ class LayerProgram(LayerGraphs):
     """The program of one layer."""
 
     most_tokens = 4  # of each number of tokens a layer keeps the memory of what it computes
+    caches = LayerGraphs.caches | {PagedAttentionCache}
 
     _steps: array[int] | None = None  # of what was recorded, with attention and experts between
     _projected: array[int] | None = None  # the call that puts keys and values into the cache
