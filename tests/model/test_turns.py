@@ -354,3 +354,24 @@ def test_the_disk_holds_no_more_than_it_may(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"kv_disk: .*file cannot be used: a file is in the way"):
         KeptPages(tmp_path / "file", 1, b"")
+
+
+def test_pages_are_not_read_for_a_prompt_that_has_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are once it begins, and once each."""
+    names, read = list[str](), KeptPages.read
+
+    def noted(self: KeptPages, name: str, nbytes: int) -> bytes | None:
+        names.append(name)
+        return read(self, name, nbytes)
+
+    monkeypatch.setattr(KeptPages, "read", noted)
+    prompt = drawn(60, 5)
+    with passes(num_pages=10, pages=KeptPages(tmp_path / "kv", 1 << 24, b"model")) as made:
+        made.ask("first", prompt, 4)
+        made.wait()
+    with passes(num_pages=10, pages=KeptPages(tmp_path / "kv", 1 << 24, b"model")) as made:
+        made.ask("long", drawn(30, 6), 30)
+        made.before = lambda number: made.ask("again", prompt, 4) if number == 2 else None
+        made.wait()
+    assert made.tokens["again"] == generate(tiny("qwen3_moe"), [prompt], 4)[0] and made.cached["again"] == 56
+    assert made.first["again"] > made.first["long"] + 20 and len(names) == 7

@@ -159,6 +159,8 @@ class Turns(Scheduler):  # type: ignore[misc]
         self.active_requests.pop(state.request_id, None)
         again = state.create_equivalent_initial_request()
         again.created_time = state.created_time
+        if not state.generated_tokens:  # else it says that this request has written, and nobody counts what was cached
+            again._true_initial_tokens = state._true_initial_tokens
         self.add_waiting_request(again)
 
     def finish_request(self, request_id: str) -> None:
@@ -195,18 +197,20 @@ class Turns(Scheduler):  # type: ignore[misc]
                     pages.write(page, allocator._copy_view[block].cpu().numpy().tobytes())
 
     def _bring(self, pages: KeptPages, prompt: list[int]) -> None:
-        """Have the cache keep the pages of a prompt's beginning that are on disk, behind those that it has."""
+        """Have the cache keep the pages of a prompt's beginning that are on disk, behind those that it has; nothing is
+        read where there are not enough pages for all of the prompt.
+        """
         from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
         (allocator,), ledger, pool = self._allocators, self._allocators[0].ledger, self.cache.pool
         there: list[int] = allocator.match_prefix_blocks(prompt)
         parent = ledger.block_to_hash[there[-1]] if there else None
+        if not self._free(allocator, -(-len(prompt) // self._page_tokens) - len(there), set(there)):
+            return
         for number, page in enumerate(pages.names(prompt[:-1], self._page_tokens)):
             if number < len(there):
                 continue
-            if page not in pages or not self._free(allocator, 1, there):
-                break
-            content = pages.read(page, allocator.bytes_per_block)
+            content = pages.read(page, allocator.bytes_per_block) if page in pages else None
             if content is None:
                 break
             if not pool.count_free_blocks(allocator.index):

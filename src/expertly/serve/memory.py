@@ -18,7 +18,7 @@ from expertly.serve.scheduler import Room
 from expertly.serve.settings import ServeOptions
 from expertly.store.cache import pages_beside
 from expertly.store.packed import PackedStore
-from expertly.store.pages import KeptPages
+from expertly.store.pages import WAITING_NBYTES, KeptPages
 
 PAGE_TOKENS = 32  # tokens of one page of the KV cache
 MAX_BATCH_TOKENS = 256  # tokens of one forward pass; a longer prompt is read in parts, between which other texts go on
@@ -48,7 +48,8 @@ def cache_for(options: ServeOptions, store: PackedStore) -> SharedCache:
         least = most = -(-options.kv_tokens // PAGE_TOKENS)
     num_masks = 2 if "sliding_attention" in (text.get("layer_types") or ()) else 1
     least, most = ((pages + _PADDING_PAGES) * PAGE_TOKENS for pages in (least, most))
-    return SharedCache(least, most, MAX_BATCH_TOKENS, num_masks, HOST_NBYTES)
+    host_nbytes = HOST_NBYTES + (WAITING_NBYTES if options.kv_disk else 0)
+    return SharedCache(least, most, MAX_BATCH_TOKENS, num_masks, host_nbytes)
 
 
 def _num_unaligned(config: dict[str, Any]) -> int:

@@ -23,7 +23,7 @@ from expertly.core.untrusted import reading
 
 _NAME = re.compile(r"[0-9a-f]{32}\.page|\.[0-9a-f]{32}\.page\.tmp")
 
-_WAITING_NBYTES = 32 << 20
+WAITING_NBYTES = 32 << 20
 """Of pages that wait to be written; who has more waits for the disk."""
 
 _SUM_NBYTES = 8  # behind a page
@@ -89,7 +89,7 @@ class KeptPages:
     def write(self, name: str, page: bytes) -> None:
         """Soon; a page that is there stays. Waits where too much waits to be written."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting or self._num_waiting() + len(page) <= _WAITING_NBYTES)
+            self._changed.wait_for(lambda: not self._waiting or self._num_waiting() + len(page) <= WAITING_NBYTES)
             if not (self._is_broken or self._is_closed):
                 self._waiting.append((name, page))
                 self._changed.notify_all()
