@@ -15,7 +15,7 @@ import torch
 from expertly.core.errors import ConfigError, ModelUseError, StoreError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
-from expertly.core.resources import parse_memory
+from expertly.core.resources import parse_size
 from expertly.core.units import format_share
 from expertly.engine import process, transfer
 from expertly.engine.cluster import Cluster, memory_of_workers, open_workers, start_workers
@@ -224,7 +224,7 @@ def _table_nbytes(asked: LoadOptions, tables: Sequence[Table]) -> int:
         return 0
     if not tables:
         raise ConfigError(f"table_memory={asked.table_memory!r}: this model has no table that is read by row")
-    return parse_memory(asked.table_memory, sum(table.nbytes for table in tables), "table_memory") or 0
+    return parse_size(asked.table_memory, sum(table.nbytes for table in tables), "table_memory", "the tables")
 
 
 def _open_engine(chosen: _Chosen, target: torch.device, opened: ExitStack) -> Engine:

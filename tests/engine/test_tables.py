@@ -247,6 +247,8 @@ def test_rows_that_were_used_last_are_kept_in_memory_that_was_asked_for(
             reads.seen.clear()
             model.get_input_embeddings()(torch.arange(128))
         assert not reads.seen
+    with pytest.raises(ConfigError, match=r"table_memory='auto': accepted: an amount .* or a share .* of the tables"):
+        expertly.load(str(kept), table_memory="auto", device="cpu")
     with in_memory(), pytest.raises(ConfigError, match="table_memory='1GiB': this model has no table"):
         expertly.load(str(kept), table_memory="1GiB", device="cpu")
 

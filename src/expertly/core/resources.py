@@ -37,6 +37,16 @@ def parse_memory(memory: str | int, whole_nbytes: int, field: str = "memory") ->
     return nbytes
 
 
+def parse_size(size: str | int, whole_nbytes: int, field: str, whole: str) -> int:
+    """Bytes of an amount, or of a share of `whole`, as `parse_memory` has them. Raises ConfigError naming the field."""
+    nbytes = None
+    with contextlib.suppress(ConfigError, BudgetError):
+        nbytes = parse_memory(size, whole_nbytes)
+    if nbytes is None:
+        raise ConfigError(f'{field}={size!r:.80}: accepted: an amount ("20GiB"), or a share ("25%") of {whole}')
+    return nbytes
+
+
 def allowed_cpus() -> int:
     """Processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

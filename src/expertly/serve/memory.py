@@ -10,7 +10,7 @@ from typing import Any
 from expertly.api import Handle
 from expertly.core.errors import ConfigError
 from expertly.core.files import json_bytes
-from expertly.core.resources import parse_memory
+from expertly.core.resources import parse_size
 from expertly.engine.memory import DEFAULT_CONTEXT, SharedCache
 from expertly.engine.worker import store_facts
 from expertly.model.turns import kind_of_pages
@@ -73,9 +73,7 @@ def kept_pages(options: ServeOptions, model: Any, store: PackedStore, reason: st
         reason = reason or "layers of this model see only the last tokens"
         raise ConfigError(f"kv_disk={options.kv_disk!r}: {reason}; accepted: no kv_disk")
     folder = pages_beside(store.folder)
-    most = parse_memory(options.kv_disk, shutil.disk_usage(store.folder).free, "kv_disk")
-    if most is None:
-        raise ConfigError("kv_disk='auto': accepted: an amount, or a share of what is free there")
+    most = parse_size(options.kv_disk, shutil.disk_usage(store.folder).free, "kv_disk", "what is free there")
     of_model = {**store_facts(store.manifest), "kind": kind, "page": PAGE_TOKENS}
     return KeptPages(folder, most, json_bytes(of_model))
 
