@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import ssl
 from collections.abc import Generator, Iterator
@@ -25,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 torch.set_num_threads(1)  # it is imported: threads of two workers would spin on processors that neither has
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job: tests would wait for interrupts
     signal.signal(signal.SIGINT, signal.default_int_handler)
+re._MAXCACHE = 1 << 16  # type: ignore[attr-defined]  # each loading asks for hundreds of patterns, more than it keeps
 process.keep_off_trapped_instructions()  # before any reference model multiplies
 
 

@@ -38,20 +38,6 @@ def test_pads_are_computed_and_not_counted(family: str, cases: Cases) -> None:
         assert recorder.num_demands(lambda call: True) >= real
 
 
-def test_a_batch_counts_each_expert_once_a_layer(cases: Cases) -> None:
-    case, batch = cases["qwen3_moe"], 5
-    prompts = make_prompts(batch, length=16, seed=4)
-    reference = case.reference
-    with recording(reference) as recorder:
-        expected = generate(reference, prompts)
-    is_pad = pad_left(prompts)[1].reshape(-1) == 0
-    num_rows = len(is_pad)
-    with loaded(case.store, segments=4) as model:
-        assert generate(model, prompts) == expected
-        assert sum(counts(model, "prefill")) == recorder.num_demands(lambda c: len(c.index) == num_rows, is_pad)
-        assert sum(counts(model, "decode")) == recorder.num_demands(lambda c: len(c.index) == batch)
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_prompt_that_needs_many_more_experts_than_the_pool_holds(family: str, cases: Cases) -> None:
     """Staging slots alone, every expert of every layer needed: each is read once a layer, in turn."""

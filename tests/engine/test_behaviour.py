@@ -19,7 +19,7 @@ from expertly.engine.memory import BESIDE_NBYTES, kv_cache_nbytes, pass_nbytes
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import COUNTS, assert_streamed, loaded
-from tests.families import NUM_NEW_TOKENS, generate, load_reference, make_checkpoint, make_model
+from tests.families import generate, load_reference, make_checkpoint, make_model
 
 Way = Callable[[Any, Case], list[list[int]]]
 
@@ -91,18 +91,6 @@ def test_a_static_cache_counts_what_a_dynamic_one_does(cases: Cases) -> None:
             phases = expertly.stats(model).as_dict()["phases"]
             found.append([phases[phase][name] for phase in phases for name in ("iterations", "tokens", *COUNTS)])
     assert found[0] == found[1]
-
-
-def test_assisted_decoding_with_an_assistant_of_our_own(cases: Cases) -> None:
-    """The target verifies what an assistant drafts; here both are loaded by expertly."""
-    case = cases["qwen3_moe"]
-    with loaded(case.store) as model, loaded(case.store, segments=4, system="lfu") as assistant:
-        expected = generate(case.reference, case.prompts[:1])
-        assert generate(model, case.prompts[:1], assistant_model=assistant) == expected
-        assert_streamed(model)
-        assert_streamed(assistant)
-        decode = expertly.stats(model).as_dict()["phases"]["decode"]
-        assert decode["iterations"] < NUM_NEW_TOKENS - 1, "the same model drafts what is accepted"
 
 
 def test_pipeline(tmp_path: Any) -> None:

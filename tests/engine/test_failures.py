@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,12 @@ from expertly.core.errors import ConfigError, NanError, StoreError, TransferErro
 from expertly.engine import cpu
 from expertly.model.packing import pack
 from expertly.scheduler.cache import LOADING, PREFETCHING
-from expertly.store.packed import PackedStore, experts_name
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
 from tests.engine.disk import Pread, Preads
-from tests.engine.observe import assert_streamed, loaded, open_files, reader_threads
+from tests.engine.observe import loaded, open_files, reader_threads
 from tests.engine.predictors import Failing
-from tests.families import NUM_EXPERTS, fill_with_nan, generate, make_prompts
+from tests.families import fill_with_nan, generate, make_prompts
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -85,23 +83,6 @@ def test_a_read_error_while_preloading_leaves_nothing(cases: Cases, monkeypatch:
     assert threading.active_count() == before and not reader_threads()
 
 
-def test_continuous_batching_fails_its_requests_and_the_model_goes_on(own: tuple[Case, Path]) -> None:
-    from tests.engine.test_batching import run_batch
-
-    case, store = own
-    path = store / experts_name(1)
-    whole = path.read_bytes()
-    with loaded(store) as model:
-        expected = run_batch(model, case.prompts)
-        assert_streamed(model)
-        os.truncate(path, 4096)
-        with pytest.raises(Exception):  # noqa: B017 - upstream ends its thread and says so in its own way
-            assert run_batch(model, case.prompts) == expected
-        path.write_bytes(whole)
-        check_nothing_moves(model)
-        assert run_batch(model, case.prompts) == expected
-
-
 # -- bugs ------------------------------------------------------------------------------------------------------------
 
 
@@ -127,42 +108,6 @@ def test_a_predictor_that_fails_fails_one_pass(cases: Cases, monkeypatch: pytest
 
 
 # -- interrupts ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("system", ["lru", "fmoe"])
-def test_two_interrupts_while_a_disk_is_slow(system: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait for the reads of the running layer, and no longer."""
-    case, may_read, waits = cases["qwen3_moe"], threading.Event(), threading.Event()
-    may_read.set()
-
-    def slowly(file: int, buffer: memoryview, offset: int) -> int:
-        waits.set()
-        if threading.current_thread() is not threading.main_thread():  # out of which no interrupt would come
-            may_read.wait(3)
-        return os.preadv(file, [buffer], offset)
-
-    def interrupt() -> None:
-        waits.wait(30)
-        for _ in range(2):
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGINT)
-        may_read.set()
-
-    Preads(monkeypatch, slowly)
-    with loaded(case.store, system=system, memory="60%") as model:
-        assert generate(model, case.prompts) == case.tokens
-        may_read.clear()
-        waits.clear()
-        user = threading.Thread(target=interrupt)
-        user.start()
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                generate(model, case.prompts)
-        finally:
-            user.join()
-            may_read.set()
-        assert generate(model, case.prompts) == case.tokens
-        check_nothing_moves(model)
 
 
 ROOMS = re.compile("/expertly/(engine|scheduler|policies)/")
@@ -206,31 +151,6 @@ def test_an_interrupt_at_any_line_leaves_a_model_that_works(lines: range, system
 
 
 # -- bytes that flipped ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("segments", [1, 4])
-def test_a_byte_that_flipped_in_an_expert_fails_the_requests_that_need_it(
-    segments: int, own: tuple[Case, Path]
-) -> None:
-    """Until the file is whole again. With verify=never nobody is told."""
-    case, store = own
-    path, offset = PackedStore.open(store).extents[1]
-    whole = path.read_bytes()
-    nbytes = (len(whole) - offset) // NUM_EXPERTS
-    damaged = bytearray(whole)
-    for expert in range(NUM_EXPERTS):  # the exponent of a weight of the last segment
-        damaged[offset + (expert + 1) * nbytes - 1] ^= 1
-    path.write_bytes(damaged)
-    with loaded(store, memory="30%", segments=segments) as model:
-        for _ in range(2):
-            with pytest.raises(TransferError, match=rf"{path.name}: layer 1, expert \d, segment.*: .*pack"):
-                generate(model, case.prompts)
-        check_nothing_moves(model)
-        path.write_bytes(whole)  # the same file
-        assert_works(model, case)
-    path.write_bytes(damaged)
-    with loaded(store, memory="30%", segments=segments, verify="never") as model:
-        generate(model, case.prompts)
 
 
 @pytest.mark.parametrize("name", ["config.json", "dense.safetensors"])

@@ -98,17 +98,10 @@ def test_auto_is_beside_the_store_and_is_found_again(system: str, own: tuple[Cas
     with loaded(store, system=system, learned="auto") as model:
         assert kept(model) == (num, "warm", str(path), None)
     assert path.stat().st_mtime_ns == generation, "nothing was learned: nothing is written"
-    assert learn(store, case, system) == num < learn(store, case, system)
-    assert sorted(os.listdir(store.parent)) == ["store", path.name]
-
-
-@pytest.mark.parametrize("system", ["moe-infinity", "expertly"])
-def test_off_writes_nothing_and_one_file_serves_any_memory(system: str, own: tuple[Case, Path]) -> None:
-    case, store = own
     assert learn(store, case, system, learned="off") == 0
-    assert os.listdir(store.parent) == ["store"]
-    assert learn(store, case, system) == 0
-    assert learn(store, case, system, segments=2, memory="40%") > 0, "of any P, in any memory"
+    assert path.stat().st_mtime_ns == generation
+    assert learn(store, case, system) == num < learn(store, case, system, segments=2, memory="40%"), "in any memory"
+    assert sorted(os.listdir(store.parent)) == ["store", path.name]
 
 
 def test_each_kind_has_a_file_of_its_own(own: tuple[Case, Path], tmp_path: Path) -> None:
@@ -222,37 +215,3 @@ def test_a_process_that_ends_without_unload_ends_quickly_and_quietly_and_all_is_
     assert not [line for line in done.stderr.splitlines() if "Loading weights" not in line and line.strip()]
     for system in ("fmoe", "expertly"):
         assert num_in(beside(own[1], system), system) == 4 + 3
-
-
-TEXTS = (
-    "The old man looked at the sea and said that he would go out again in the morning, with the boy, as before.",
-    "Question: what is 12 + 30? Answer: 42. The function returns a list of all the files in the folder, sorted.",
-)
-
-
-def test_the_demo_model_loads_less_when_it_begins_with_what_it_learned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The whole of it: the same tokens from fewer bytes, what people are told, and what is in the file."""
-
-    def run(num_new: int, learned: str) -> tuple[list[list[list[int]]], dict[str, Any]]:
-        model, tokenizer = expertly.load(system="expertly", memory="25%", learned=learned, device="cpu")
-        tokens = [generate(model, [tokenizer(text)["input_ids"]], num_new) for text in TEXTS]
-        stats = expertly.stats(model).as_dict()
-        expertly.unload(model)
-        return tokens, stats
-
-    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
-    run(60, "auto")
-    (path,) = tmp_path.glob("stores/*.reuse")
-    num_learned = num_in(path)
-    cold_tokens, cold = run(12, "off")
-    warm_tokens, warm = run(12, "auto")
-    assert warm_tokens == cold_tokens
-    assert (cold["reuse"]["history"], warm["reuse"]["history"]) == ("cold", "warm")
-    assert warm["reuse"]["tokens_read"] == num_learned > 150
-    assert warm["reuse"]["says"] == f"began with what {num_learned} tokens had taught: {path}"
-    before, after = (one["phases"]["decode"] for one in (cold, warm))
-    assert after["bytes_loaded"] < 0.9 * before["bytes_loaded"]
-    assert after["hit_rate"] > before["hit_rate"]
-    assert num_in(path) == warm["reuse"]["tokens"]

@@ -24,8 +24,7 @@ from tests.tables import IS_FULL
 LEAST = "least"
 EVERYWHERE = ("lru", "expertly", "expertly-ahead")
 PLACES = [*product((1, 4), (LEAST, "25%", "100%"))]
-"""P and memory, one for each system, in turn: every family has both P and all three memories. All of them where all
-combinations are asked for.
+"""P and memory, one of them and one system for each family, in turn; all of them where all combinations are asked for.
 """
 OTHERS = [("on-demand", 1, LEAST), ("lfu", 4, "25%")]
 NUM_TOKENS = 4
@@ -47,8 +46,8 @@ def test_float32_tokens_and_logits_are_the_reference(number: int, family: str, c
     case, least = cases[family], least_memory(str(cases[family].store))
     begun = int(case.reference.config.is_encoder_decoder)  # the decoder's first token is given
     tokens = [one[: begun + NUM_TOKENS] for one in case.tokens]
-    places = [PLACES if IS_FULL else [PLACES[(number + 2 * i) % 6]] for i in range(len(EVERYWHERE))]
-    ours = [(system, *place) for system, some in zip(EVERYWHERE, places, strict=True) for place in some]
+    usual = [(EVERYWHERE[number % 3], *PLACES[(number // 3 + 2 * (number % 3)) % 6])]
+    ours = [(system, *place) for system, place in product(EVERYWHERE, PLACES)] if IS_FULL else usual
     for system, segments, memory in ours + (OTHERS if family in ("mixtral", "switch_transformers") else []):
         budget = least if memory == LEAST else memory
         with loaded(case.store, memory=budget, system=system, segments=segments) as model:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import threading
 import time
@@ -271,16 +270,6 @@ def test_a_worker_that_fails_is_replaced(
         assert states(model, "drops") == [1, 0]
         assert "worker w0 was lost: OSError: Input/output error" in caplog.text
         until_all_are_back(model, case)
-
-
-def test_kills_at_random_moments(cases: Cases, peers: list[ThreadPeer]) -> None:
-    case, chance = cases["qwen3_moe"], random.Random(5)
-    with with_workers(case.store, 2, segments=2) as model:
-        for _ in range(12):
-            victim = chance.choice(peers)
-            victim.before = at_layer(chance.randrange(1, 20), victim.kill)
-            assert generate(model, case.prompts) == case.tokens
-        assert sum(states(model, "drops")) >= 4 and sum(states(model, "joins")) >= 3
 
 
 def test_where_nobody_can_compute_the_request_fails_with_its_cause(own: tuple[Case, Path], peers: Any) -> None:

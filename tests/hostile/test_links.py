@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,22 +227,6 @@ def test_every_file_of_a_store_has_a_name_of_the_list(tmp_path: Path) -> None:
 
 
 # -- locks -------------------------------------------------------------------------------------------------------------
-
-HOLDER = (
-    "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); time.sleep(60)"
-)
-
-
-def test_a_lock_that_is_held_is_waited_for_with_the_name_of_its_holder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    lock = unfinished(tmp_path / "m") / "lock"
-    lock.touch()
-    with subprocess.Popen([sys.executable, "-c", HOLDER, lock], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None and holder.stdout.readline()
-        threading.Timer(0.5, holder.kill).start()
-        write_store(tmp_path / "m").verify()
-    assert f"waiting for process {holder.pid}, which has locked {lock}" in caplog.text
 
 
 # -- whole commands ----------------------------------------------------------------------------------------------------

@@ -11,23 +11,9 @@ import torch
 from transformers import AutoConfig
 
 from expertly.core.errors import UnsupportedModelError
-from expertly.core.geometry import LayerGeometry
 from expertly.model.structure import build_meta_model, dense_shape, find_experts
-from tests.families import FAMILIES, HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_EXPERTS
+from tests.families import FAMILIES, HIDDEN_SIZE
 from tests.model.conftest import Toys
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_geometry_is_that_of_the_config(family: str) -> None:
-    config = FAMILIES[family].make_config()
-    meta = build_meta_model(config)
-    assert all(parameter.is_meta for parameter in meta.parameters())
-    sites = find_experts(meta, itemsize=2)
-    num_matrices = 2 if family == "switch_transformers" else 3
-    geometry = LayerGeometry(NUM_EXPERTS, FAMILIES[family].top_k, HIDDEN_SIZE, INTERMEDIATE_SIZE, num_matrices, 2)
-    assert [site.geometry for site in sites] == [geometry] * FAMILIES[family].num_moe_layers
-    parameters = dict(meta.named_parameters())
-    assert all(name in parameters for site in sites for name in site.expert_weight_names(3))
 
 
 def test_experts_without_a_gate() -> None:

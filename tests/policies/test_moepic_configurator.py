@@ -43,9 +43,10 @@ def routing(seed: int, tokens: int, experts: int, top_k: int, noise: float) -> t
 
 
 def learn(layer: LayerStatistics, needed: np.ndarray, predicted: np.ndarray) -> None:
-    """Tokens that came one after another; of rows of NaN nothing was predicted."""
+    """Tokens that came one after another; of rows of NaN nothing was predicted, of scores of 0 no expert."""
     for experts, scores in zip(needed.tolist(), predicted, strict=True):
-        layer.note(experts, None if np.isnan(scores).all() else np.argsort(-scores, kind="stable").tolist())
+        named = np.argsort(-scores, kind="stable")[: np.count_nonzero(scores)].tolist()
+        layer.note(experts, None if np.isnan(scores).all() else named)
 
 
 @cache
@@ -106,8 +107,9 @@ def assert_equal(got: LayerRates, expected: LayerRates) -> None:
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(5, 1, 140), (16, 4, 140), (300, 4, 70)])
 def test_rates_are_as_defined(experts: int, top_k: int, tokens: int) -> None:
-    """Also where some tokens had no prediction, and rates are read in between."""
+    """Also where some tokens had no prediction, others one of few experts, and rates are read in between."""
     needed, predicted = routing(experts, tokens, experts, top_k, noise=1.0)
+    predicted[1::7, experts // 2 :] = 0
     predicted[np.arange(tokens) % 5 == 3] = np.nan
     layer = LayerStatistics(experts)
     learn(layer, needed[:66], predicted[:66])
@@ -122,14 +124,6 @@ def test_before_any_token_experts_are_alike_and_rates_do_not_change_afterwards()
     layer.note([1, 2], [1, 2, 3, 0])
     assert before.hits.tolist() == [0, 0.25, 0.5, 0.75, 1] and not before.accuracy.any()
     assert layer.rates().accuracy.tolist() == [1, 1, 0, 0] and layer.ranked == [1, 2]
-
-
-def test_experts_that_a_prediction_does_not_name_come_last() -> None:
-    short, long = LayerStatistics(5), LayerStatistics(5)
-    for needed, named in (([0, 3], [3]), ([4], [4, 1])):
-        short.note(needed, named)
-        long.note(needed, [*named, *(expert for expert in range(5) if expert not in named)])
-    assert_equal(short.rates(), long.rates())
 
 
 # -- how a layer splits its budget ---------------------------------------------------------------------------------
@@ -199,19 +193,6 @@ def configured(
     return next(filter(None, configure(shape, kept, problems, timing, zeta)))
 
 
-@pytest.mark.parametrize("zeta", [1e-6, 0.01, 0.2, 0.99])
-def test_budgets_are_possible_and_no_worse_than_equal_ones(zeta: float) -> None:
-    for seed in range(6):
-        shape, kept, problems, timing = random_model(seed)
-        result = configured(shape, [kept], problems, timing, zeta)
-        most = shape.layers[0].num_experts * shape.segments_per_expert
-        assert sum(result.budgets) == kept and all(1 <= budget <= most for budget in result.budgets)
-        for split, budget in zip(result.splits, result.budgets, strict=True):
-            assert split.kept_experts * split.top <= budget
-        assert result.exposed_ns <= expert_split(problems, equal_quotas(shape, [kept]), timing).exposed_ns
-        assert result == configured(shape, [kept], problems, timing, zeta)
-
-
 def test_a_layers_window_follows_from_the_layer_before() -> None:
     shape, kept, problems, timing = random_model(1)
     budgets, window = equal_quotas(shape, [kept]), timing.first_window_ns()
@@ -245,9 +226,9 @@ def test_memory_stays_in_its_size_class_and_goes_where_nothing_is_predicted() ->
 def test_moves_are_those_of_algorithm_1() -> None:
     """Line by line."""
     num_moves = 0
-    for seed in range(12):
+    for seed, zeta in ((number, 0.2 if number % 4 == 3 else 0.02) for number in range(12)):
         shape, kept, problems, timing = random_model(seed)
-        step = max(1, round(0.02 * kept))
+        step = max(1, round(zeta * kept))
         most = [layer.num_experts * shape.segments_per_expert for layer in shape.layers]
         layers = range(shape.num_layers)
 
@@ -271,5 +252,5 @@ def test_moves_are_those_of_algorithm_1() -> None:
                 break
             now = then
             num_moves += 1
-        assert list(configured(shape, [kept], problems, timing, 0.02).budgets) == now
+        assert list(configured(shape, [kept], problems, timing, zeta).budgets) == now
     assert num_moves >= 5

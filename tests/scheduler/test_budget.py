@@ -13,18 +13,6 @@ from expertly.scheduler.budget import split_budget
 from tests.scheduler.drive import geometry
 
 
-@pytest.mark.parametrize("segments", [1, 4])
-def test_staging_and_kept_are_the_whole_budget_and_never_more(segments: int) -> None:
-    shape = geometry(3, 8, 2, segments)
-    nbytes = shape.segment_nbytes(0)
-    for memory in range(2 * segments * nbytes, shape.nbytes + nbytes, nbytes // 2):
-        budget = split_budget(shape, memory)
-        used = budget.staging_nbytes(shape) + budget.kept_nbytes(shape)
-        assert used <= min(memory, shape.nbytes)
-        assert used > min(memory, shape.nbytes) - nbytes
-        assert sum(budget.layer_quotas) == sum(budget.kept_slots)
-
-
 def test_the_least_budget_works_as_bytes_and_as_the_percentage_said() -> None:
     for shape in (geometry(3, 7, 2, segments=4), geometry(13, 61, 3), geometry(1, 3, 2)):
         with pytest.raises(BudgetError) as caught:
@@ -58,7 +46,10 @@ def test_any_shape_and_any_budget() -> None:
             budget = split_budget(shape, memory, staging)
         except BudgetError:
             continue
-        assert budget.staging_nbytes(shape) + budget.kept_nbytes(shape) <= memory
+        used = budget.staging_nbytes(shape) + budget.kept_nbytes(shape)
+        assert used <= min(memory, shape.nbytes)
+        if shape.num_size_classes == 1 and (staging or 0) < 5:
+            assert used > min(memory, shape.nbytes) - shape.segment_nbytes(0), "nothing is left over"
         for size_class in range(shape.num_size_classes):
             of_class = [layer for layer, c in enumerate(shape.size_classes) if c == size_class]
             shares = [budget.layer_quotas[layer] for layer in of_class]

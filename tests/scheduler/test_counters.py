@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from expertly.core.messages import Phase, RouterRan
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
 from tests.scheduler.drive import geometry, made, one_token, prediction, run, run_layer, scheduler
@@ -30,31 +28,6 @@ def test_all_some_or_none_of_an_experts_segments() -> None:
     assert (twice.decode.hits, twice.decode.hit_nbytes, twice.prefill) == (2, 1400, PhaseCounters())
 
 
-Y, N = True, False
-
-
-@pytest.mark.parametrize(
-    ("tokens", "decode", "batch", "decoded", "prefilled"),
-    [
-        ([500, 1, 1], [N, N, N], 500, (0, 0, 0), (1, 1, 1)),  # an expert counts once however many tokens chose it
-        ([1, 1, 1], [Y, Y, Y], 1, (1, 1, 1), (0, 0, 0)),
-        ([5, 1, 2], [N, Y, N], 6, (0, 1, 0), (1, 0, 1)),  # each expert in its own phase
-        ([0, 0, 0], [Y, Y, Y], 0, (0, 0, 0), (0, 0, 0)),  # pads demand nothing
-        ([0, 3, 0], [N, N, N], 3, (0, 0, 0), (0, 1, 0)),
-        ([1, 0, 2], [Y, Y, N], 3, (1, 0, 0), (0, 0, 1)),
-    ],
-)
-def test_counts_by_phase(
-    tokens: list[int], decode: list[bool], batch: int, decoded: tuple[int, ...], prefilled: tuple[int, ...]
-) -> None:
-    """Hits, partial hits and misses of expert 1, here; 2, of which half is here; and 3, which is absent."""
-    counters = count(RouterRan(0, [1, 2, 3], tokens, decode, batch), {2: 2, 3: 0})
-    for one, expected in ((counters.decode, decoded), (counters.prefill, prefilled)):
-        assert (one.hits, one.partial_hits, one.misses) == expected
-        assert one.demanded_nbytes == 400 * sum(expected)
-        assert one.hit_nbytes == 400 * expected[0] + 200 * expected[1]
-
-
 def test_goodpred_is_accuracy_times_fetch_rate() -> None:
     """GOODPRED = ACCURACY x FETCHRATE (ProMoE, section 4), worked out by hand: 4 and 5 are resident, 4, 6, 7 needed."""
     control = made(geometry(layers=2, experts=8, top_k=3), [4, 4], 3)
@@ -65,16 +38,6 @@ def test_goodpred_is_accuracy_times_fetch_rate() -> None:
     rates = control.counters[1].decode.rates()
     assert (rates["prediction_accuracy"], rates["fetch_rate"], rates["goodpred"]) == (3 / 6, 2 / 6, 3 / 6 * 2 / 6)
     assert rates["recall"] == 3 / 6, "of three needed, for each of two predictions"
-
-
-def test_what_prefill_loads_is_counted_as_prefill() -> None:
-    shape = geometry(layers=1, experts=8, top_k=2)
-    control = scheduler(shape, 6 / 8)
-    ran = run_layer(control, 0, list(range(8)), decode=False)
-    counters, nbytes = control.counters[0], shape.layers[0].expert_nbytes
-    assert counters.decode == PhaseCounters()
-    assert counters.prefill.loaded_nbytes == len(ran.loads) * nbytes
-    assert counters.prefill.evicted_nbytes == 0
 
 
 def test_evictions_count_in_the_phase_that_needs_the_room() -> None:

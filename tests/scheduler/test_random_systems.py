@@ -14,7 +14,7 @@ from expertly.scheduler.budget import Budget
 from expertly.scheduler.loop import InlineChannel, Prefetcher, run_layer
 from tests.scheduler import drive
 from tests.scheduler.checked import waiting
-from tests.scheduler.drive import control_planes, geometry, one_token, scheduler
+from tests.scheduler.drive import geometry, one_token
 from tests.scheduler.soak import (
     BUDGETS,
     RandomLink,
@@ -85,25 +85,6 @@ def test_random_splits(segments: int, ahead: str, keeping: tuple[str, str]) -> N
 
 
 # -- without predictions -------------------------------------------------------------------------------------------
-
-
-KEPT = [(1, 1, 0.6), (4, 3, 0.2), (1, None, 0.6), (4, 1, 0.6), (1, 3, 0.2), (4, None, 0.6), (4, None, 1.0)]
-
-
-@pytest.mark.parametrize(
-    ("system", "segments", "staging", "share"),
-    dict.fromkeys((system, *kept) for rows in (KEPT, KEPT[2:]) for system, kept in crossed(control_planes(), rows)),
-)
-def test_every_control_plane(system: str, segments: int, staging: int | None, share: float) -> None:
-    """Random batches, staging slots down to one segment, any order of arrival: checked after every event."""
-    dice = random.Random(f"{staging} {share}")
-    control = scheduler(geometry(3, 8, 2, segments), share, system, staging)
-    for _ in range(12):
-        for layer in range(3):
-            chosen = dice.sample(range(8), dice.choice([2, 2, 5, 8]))
-            tokens = [dice.randint(0, 3) for _ in chosen]
-            flags = [dice.random() < 0.6 for _ in chosen]
-            drive.run_layer(control, layer, chosen, tokens=tokens, decode=flags, dice=dice, check=True)
 
 
 # -- bounds and equalities -----------------------------------------------------------------------------------------

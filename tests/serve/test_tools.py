@@ -141,21 +141,6 @@ def test_the_template_sees_the_conversation(demo: tuple[Any, Any]) -> None:
     assert demo[1].decode(tokens) == text == expected
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{{ 1 // 0 }}", "by zero"),
-        ("{{ range(1000000000) }}", "Range too big"),
-        ("{{ 'a' * 10000000000 }}", "more than"),
-    ],
-)
-def test_a_template_that_cannot_be_computed_is_told(demo: tuple[Any, Any], template: str, said: str) -> None:
-    with saying(demo, "Hello", template) as serving:
-        with pytest.raises(openai.BadRequestError, match=f"the model's chat template .*{said}") as raised:
-            ask(serving, tools=[])
-        assert raised.value.param == "messages"
-
-
 def test_a_call_can_be_forced(demo: tuple[Any, Any]) -> None:
     """By the demo model itself, which never saw a call."""
     strict = {"required": ["city"], "additionalProperties": False}
