@@ -13,13 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from expertly.api import handle
 from expertly.core.costs import Link
 from expertly.core.messages import Span
 from expertly.engine import cpu
 from expertly.engine.cuda import CopyThread, CudaDevice
-from expertly.model.hooks import experts_modules
-from tests.families import HIDDEN_SIZE, NUM_EXPERTS
 
 POISON = 0xFF
 """Each byte of a slot that a copy goes to, until it has come: NaN in every format."""
@@ -368,16 +365,6 @@ class RandomStreams(LateStreams):
             elif self.queue:
                 self.let(1)
         return self.has_run(mark)
-
-
-def run_random_layers(model: Any, num_tokens: int) -> None:
-    """Six layers, on hidden states and choices of which the host may see no value by itself."""
-    engine, modules = handle(model).engine, experts_modules(model)
-    for step in range(6):
-        hidden, weights = torch.randn(num_tokens, HIDDEN_SIZE), torch.rand(num_tokens, 3)
-        ids = torch.rand(num_tokens, NUM_EXPERTS).topk(3).indices
-        of_device = [values.as_subclass(OnDevice) for values in (hidden, ids, weights)]
-        assert isinstance(engine.forward_experts(modules[step % 3], step % 3, *of_device), OnDevice)
 
 
 def usual_accelerator() -> Accelerator:

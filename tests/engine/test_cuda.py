@@ -27,7 +27,7 @@ from tests.engine.conftest import Cases
 from tests.engine.disk import Disk
 from tests.engine.observe import loaded, open_files, reader_threads
 from tests.engine.slot_kernels import put_slot_kernels
-from tests.engine.streams import Accelerator, LateStreams, put_in_place, run_random_layers
+from tests.engine.streams import Accelerator, LateStreams, put_in_place
 from tests.families import generate
 
 pytestmark = pytest.mark.timeout(60)
@@ -89,17 +89,6 @@ def test_no_system_changes_a_token_on_an_accelerator(
         if times is not None:
             timing = times.timing()
             assert times.is_known and min(timing.moe_ns) >= 3 * 10_000, "three kernels at the least"
-
-
-@pytest.mark.parametrize("segments", [1, 4])
-def test_the_host_waits_once_a_layer(segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the router's choice: of nothing else on the device it wants to know the value."""
-    monkeypatch.setenv(VARIABLE, "torch")
-    made = put_in_place(monkeypatch)
-    with loaded(cases["qwen3_moe"].store, memory="45%", segments=segments) as model:
-        for number, num_tokens in enumerate((1, 3, 40), 1):
-            run_random_layers(model, num_tokens)
-            assert made[0].stats()["synchronisations"] == 6 * number
 
 
 def load_one(streams: Any, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:

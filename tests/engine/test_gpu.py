@@ -16,7 +16,6 @@ from expertly.model.hooks import experts_modules
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import Call, loaded
 from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error, run
-from tests.engine.test_lossless import LEAST, least_memory
 from tests.families import FAMILIES, HIDDEN_SIZE, NUM_EXPERTS, generate, load_reference, logits_of
 
 pytestmark = pytest.mark.gpu
@@ -113,28 +112,6 @@ def test_device_memory_is_the_budget_and_is_given_back(cases: Cases) -> None:
     expertly.unload(model)
     del model
     assert torch.cuda.memory_allocated() - before <= 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("system", "memory", "host_memory", "segments"),
-    [
-        ("expertly", LEAST, "100%", 4),  # staging slots alone: each copy overwrites what a kernel before it reads
-        *(("fmoe", *sizes, segments) for sizes in (("25%", "100%"), ("50%", "40%")) for segments in (1, 4)),
-    ],
-)
-def test_long_answers_are_the_reference(
-    system: str, memory: str | int, host_memory: str, segments: int, cases: Cases
-) -> None:
-    case = cases["qwen3_moe"]
-    expected = reference_of(case, 40)
-    memory = least_memory(str(case.store)) if memory == LEAST else memory
-    with on_gpu(case, system=system, memory=memory, host_memory=host_memory, segments=segments) as model:
-        for _ in range(5 if system == "expertly" else 2):
-            assert_same(model, case, expected)
-        engine = handle(model).engine
-        prefetched = sum(counters.decode.prefetched for counters in engine.scheduler.counters)
-        assert (prefetched > 0) == (system == "fmoe")
-        assert engine.device.stats()["copied_nbytes"] <= expertly.stats(model).as_dict()["bytes_loaded"]
 
 
 def test_no_layer_waits_where_all_experts_are_resident(cases: Cases) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import expertly
 from expertly.api import handle
 from expertly.core.errors import ExpertlyError, NanError, TransferError
 from expertly.core.messages import Span
@@ -23,11 +23,13 @@ from expertly.engine.transfer import Readers
 from expertly.model.packing import pack
 from expertly.store.packed import PackedStore, experts_name
 from expertly.store.sums import CHECK_EVERY
+from tests.engine import observe
 from tests.engine.disk import Preads
 from tests.families import generate, make_checkpoint, make_prompts
 from tests.store.builders import write_store
 
 PROMPTS = make_prompts(2, length=14)
+loaded = partial(observe.loaded, system="lru")
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +42,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def store(packed: Path, tmp_path: Path) -> Path:
     return shutil.copytree(packed, tmp_path / "store")
-
-
-@contextmanager
-def loaded(store: Path, **options: Any) -> Iterator[Any]:
-    defaults = {"memory": "25%", "learned": "off", "system": "lru", "device": "cpu"}
-    model, _ = expertly.load(str(store), **(defaults | options))
-    try:
-        yield model
-    finally:
-        expertly.unload(model)
 
 
 # -- what is done to a file --------------------------------------------------------------------------------------------
@@ -251,8 +243,3 @@ def test_nan_is_not_blamed_on_the_checkpoint_where_the_store_has_changed(file: s
         pytest.raises(NanError, match=rf"gave NaN: .*{file}: checksum .*damaged"),
     ):
         generate(model, PROMPTS)
-
-
-def test_an_unknown_way_to_verify_is_refused(store: Path) -> None:
-    with pytest.raises(ExpertlyError, match="verify='often': unknown; accepted: sampled, always, never"):
-        expertly.load(str(store), verify="often")

@@ -140,6 +140,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_missing_is_said_with_its_cause(name: str, run_changed: RunChanged) -> None:
     change, sentence = REFUSED[name]
-    ended = run_changed(change)
+    ended = run_changed(change, is_large=name == "a long name")
     ended.is_refused(sentence)
     assert "0 others" not in ended.err and "model" in ended.err

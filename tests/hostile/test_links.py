@@ -245,19 +245,6 @@ COMMANDS: dict[str, tuple[Make, list[str], str]] = {
         ["--system", "expertly"],
         "",
     ),
-    "the journal is a pipe": (
-        lambda folder, entry, mine: (
-            partial_folder(entry).mkdir(parents=True),
-            os.mkfifo(partial_folder(entry) / "progress.json"),
-        ),
-        [],
-        "not left by packing",
-    ),
-    "the partial folder is a link": (
-        lambda folder, entry, mine: linked(partial_folder(entry), mine),
-        [],
-        "a link is in the way",
-    ),
     "the cache is a pipe": (lambda folder, entry, mine: os.mkfifo(folder / ".cache"), [], ".cache"),
     "the cache is somebody's home": (
         lambda folder, entry, mine: (mine / "stores").mkdir() or linked(folder / ".cache", mine),

@@ -141,22 +141,6 @@ def test_another_kind_or_model_is_refused(tmp_path: Path, name: str) -> None:
     assert "a trace whose model was not named (--model)" in refusal(path, fresh(learned))
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_every_cut_is_noticed(tmp_path: Path, name: str) -> None:
-    learned = KINDS[name]()
-    path = saved(tmp_path, learned)
-    whole = path.read_bytes()
-    length = int.from_bytes(whole[:8], "little")
-    entries = json.loads(whole[8 : 8 + length])
-    del entries["__metadata__"]
-    edges = [0, 7, 8, 8 + length]
-    edges += [8 + length + offset for entry in entries.values() for offset in entry["data_offsets"]]
-    places = {max(0, edge + step) for edge in edges for step in (-1, 0, 1)}
-    for damaged in [whole + b"\0", *(whole[:place] for place in places if place < len(whole))]:
-        path.write_bytes(damaged)
-        refusal(path, fresh(learned), identity=None)
-
-
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     assert "no such file" in refusal(tmp_path / "absent", MapStore)
     (tmp_path / "huge").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")

@@ -137,15 +137,6 @@ def leave(serving: Serving, body: dict[str, Any], is_time: Callable[[], object])
     connection.close()
 
 
-def test_a_long_prompt_does_not_keep_others_from_writing(demo: tuple[Any, Any]) -> None:
-    """It is read in parts."""
-    expected = greedy(*demo, "The sea", 30)
-    long = "word " * 600
-    with served(*demo, room_for(context=1024, max_running=4)) as serving, ThreadPoolExecutor() as pool:
-        short, read = (pool.submit(complete, serving, *asked) for asked in ((30, "The sea"), (4, long)))
-        assert (short.result(90), read.result(90)) == (expected, greedy(*demo, long, 4))
-
-
 # -- when a forward pass fails ---------------------------------------------------------------------------------------
 
 
