@@ -45,7 +45,7 @@ NO_AMOUNTS += ("1,5GiB", "٣GiB", "9" * 400 + "GiB")
 def test_amounts_and_shares_are_understood_and_anything_else_is_named() -> None:
     assert {stated: parse_memory(stated, 1000) for stated in AMOUNTS} == AMOUNTS
     for stated in NO_AMOUNTS:
-        with pytest.raises(ConfigError, match=rf"{stated!r}.*25%.*auto"):
+        with pytest.raises(ConfigError, match=rf"'{stated[:60]}.*25%.*auto"):
             parse_memory(stated, 1000)
     for nothing in ("0", "0%", 0):
         with pytest.raises(BudgetError, match="no memory"):
