@@ -62,7 +62,10 @@ $(STAMP): pyproject.toml setup.py lab/pyproject.toml $(shell find src -name '*.[
 demo: $(STAMP)
 	$(BIN)/expertly run demo "The old man looked at the sea and said" --memory 25% --max-new-tokens 100
 
-test: browser lint types unit $(if $(filter Linux,$(shell uname -s)),triton)
+# Types are checked, on one processor, beside the first of the tests.
+test: browser $(STAMP)
+	$(MAKE) --no-print-directory -j2 lint types unit
+	$(if $(filter Linux,$(shell uname -s)),$(MAKE) --no-print-directory triton)
 
 # Pages are tested in a real browser: one that is there, else Debian's where it may be installed.
 browser:

@@ -23,23 +23,23 @@ AMOUNTS: dict[str | int, int | None] = {"25%": 250, "12.5 %": 125, "100%": 1000,
 AMOUNTS |= {"1.5GiB": 3 * GIB // 2, "800MB": 800_000_000, "64k": 65536, "4096": 4096, " 2 gib ": 2 * GIB}
 
 
-NO_AMOUNTS = (
+NO_AMOUNTS = [
     "",
     " ",
-    "lots",
-    "25 percent",
-    "-1",
-    "-1GiB",
-    "1.5XiB",
     "%",
     "50%%",
     "NaN%",
+    "25 percent",
+    "lots",
     "inf",
+    "0x10",
+    "-1",
     "1e9",
     "1e400",
-    "0x10",
-)
-NO_AMOUNTS += ("1,5GiB", "٣GiB", "9" * 400 + "GiB")
+    "-1GiB",
+    "1,5GiB",
+]
+NO_AMOUNTS += ["1.5XiB", "٣GiB", "9" * 400 + "GiB"]
 
 
 def test_amounts_and_shares_are_understood_and_anything_else_is_named() -> None:

@@ -16,12 +16,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 from expertly.model import dense
 from expertly.model.dense import use_kernels
 from expertly.native.kernels import TASK_TOKENS, choose_kernels
-from tests.families import FAMILIES, make_model, make_prompts
+from tests.families import FAMILIES, INTERFACE_FAMILIES, make_model, make_prompts
 from tests.model.conftest import Calls
+from tests.tables import crossed
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(("family", "dtype"), crossed(sorted(FAMILIES), [torch.bfloat16, torch.float32]))
 def test_families_decode_by_the_kernels(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every attention of a decode step that transformers computes through its interface is the kernel's, and is what
     transformers' own function makes of the same arguments.
@@ -231,8 +231,7 @@ def steps(model: Any, num_sequences: int = 1, width: int = 1) -> list[torch.Tens
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if not FAMILIES[name].is_encoder_decoder])
+@pytest.mark.parametrize(("family", "dtype"), crossed(INTERFACE_FAMILIES, [torch.bfloat16, torch.float32]))
 def test_families_join_their_projections(family: str, dtype: torch.dtype, ran: Calls) -> None:
     model = make_model(family, dtype=dtype)
     ours, theirs = (with_kernels(model, joins=joins) for joins in (True, False))
