@@ -31,15 +31,9 @@ class Family:
     top_k: int = 2
     config: dict[str, Any] = field(default_factory=dict)
     is_encoder_decoder: bool = False
-    runs_continuous_batching: bool = True  # upstream's own does
 
     def make_config(self) -> PreTrainedConfig:
-        shared: dict[str, Any] = {
-            "vocab_size": VOCAB_SIZE,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": None,
-        }
+        shared: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
         if not self.is_encoder_decoder:
             shared |= {
                 "hidden_size": HIDDEN_SIZE,
@@ -84,8 +78,8 @@ FAMILIES: dict[str, Family] = {
         Family("qwen3_moe", 3, 3, _moe(top_k=3, head_dim=8, norm_topk_prob=True)),
         Family("phimoe", 3, 2, _sizes("num_local_experts")),
         Family("olmoe", 3, 3, _sizes("num_experts", top_k=3, num_key_value_heads=4)),
-        Family("deepseek_v2", 2, 2, _deepseek(), runs_continuous_batching=False),
-        Family("deepseek_v3", 2, 2, _deepseek(n_group=2, topk_group=1), runs_continuous_batching=False),
+        Family("deepseek_v2", 2, 2, _deepseek()),
+        Family("deepseek_v3", 2, 2, _deepseek(n_group=2, topk_group=1)),
         Family("gpt_oss", 3, 2, _sizes("num_local_experts", head_dim=8, sliding_window=16)),
         Family("glm4_moe", 2, 2, _moe("n_routed_experts", first_k_dense_replace=1, head_dim=8)),
         Family("granitemoe", 3, 2, _sizes("num_local_experts", attention_multiplier=0.25)),
@@ -95,24 +89,18 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("dots1", 2, 2, _moe("n_routed_experts", first_k_dense_replace=1, n_shared_experts=1)),
         Family("hunyuan_v1_moe", 3, 2, _sizes("num_experts", "moe_topk", head_dim=8)),
-        Family(
-            *("lfm2_moe", 2, 2),
-            _moe(num_dense_layers=1, layer_types=["full_attention", "conv", "full_attention"]),
-            runs_continuous_batching=False,
-        ),
+        Family(*("lfm2_moe", 2, 2), _moe(num_dense_layers=1, layer_types=["full_attention", "conv", "full_attention"])),
         Family(
             *("jamba", 2, 2),
             _sizes("num_experts", num_hidden_layers=4, mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False)
             | _JAMBA,
-            runs_continuous_batching=False,
         ),
         Family(
             *("qwen3_next", 3, 3),
             _moe(top_k=3, shared_expert_intermediate_size=24, head_dim=8, linear_num_value_heads=4, **_QWEN3_NEXT)
             | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-            runs_continuous_batching=False,
         ),
-        Family("switch_transformers", 4, 1, _SWITCH, is_encoder_decoder=True, runs_continuous_batching=False),
+        Family("switch_transformers", 4, 1, _SWITCH, is_encoder_decoder=True),
     )
 }
 """Every family that must work, by model type."""

@@ -42,10 +42,7 @@ REFUSED = {
         ("--verify /", "not a packed store"),
         ("x --dtype NaN", "dtype='NaN'"),
     ],
-    "doctor": [
-        ("--total-memory 1GiB", "only with a MODEL"),
-        ("--dir nowhere", "dir='nowhere': not a folder"),
-    ],
+    "doctor": [("--total-memory 1GiB", "only with a MODEL"), ("--dir nowhere", "dir='nowhere': not a folder")],
     "bench": [
         ("--system lru,", "system='lru,': must be one or more"),
         ("--memory lots", "memory='lots': accepted are"),

@@ -128,11 +128,7 @@ def interrupt_at(number: int) -> Any:
 
 @pytest.mark.parametrize(
     ("lines", "system"),
-    [
-        (range(3, 9000, 818), "expertly"),
-        (range(412, 9000, 818), "expertly:segments=4"),
-        (range(5, 9000, 613), "fmoe"),
-    ],
+    [(range(3, 9000, 818), "expertly"), (range(412, 9000, 818), "expertly:segments=4"), (range(5, 9000, 613), "fmoe")],
     ids=["P=1", "P=4", "fmoe"],
 )
 def test_an_interrupt_at_any_line_leaves_a_model_that_works(lines: range, system: str, cases: Cases) -> None:

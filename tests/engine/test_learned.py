@@ -137,10 +137,7 @@ def test_a_file_that_is_not_what_it_should_be(damage: str, system: str, own: tup
         learn(store, case, system)
         path.write_bytes(path.read_bytes()[:-5] if damage == "truncated" else b"hello")
     is_ours = damage not in ("no file of ours", "a pipe")
-    with (
-        pytest.warns(UserWarning, match=path.name) as warned,
-        loaded(store, system=system, learned="auto") as model,
-    ):
+    with pytest.warns(UserWarning, match=path.name) as warned, loaded(store, system=system, learned="auto") as model:
         _, history, _, problem = kept(model)
         assert history == "cold" and path.name in (problem or "")
         assert generate(model, case.prompts) == case.tokens

@@ -8,17 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 SchedulerT = TypeVar("SchedulerT")
 
-CALLS = (
-    "begin_layer",
-    "loaded",
-    "computed",
-    "end_layer",
-    "predict",
-    "prefetch",
-    "abandon",
-    "preload",
-    "configure",
-)
+CALLS = ("begin_layer", "loaded", "computed", "end_layer", "predict", "prefetch", "abandon", "preload", "configure")
 """The methods of a scheduler that decide, or that tell it what later decisions depend on."""
 
 

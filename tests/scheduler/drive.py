@@ -32,12 +32,7 @@ def geometry(layers: int = 2, experts: int = 8, top_k: int = 2, segments: int = 
     return Geometry(tuple(LayerGeometry(experts, top_k, 4, width, 3, 2) for _ in range(layers)), segments)
 
 
-def scheduler(
-    shape: Geometry,
-    share: float,
-    system: str = "lru",
-    staging: int | None = None,
-) -> Scheduler:
+def scheduler(shape: Geometry, share: float, system: str = "lru", staging: int | None = None) -> Scheduler:
     """A scheduler whose whole budget is `share` of the experts."""
     parts = get_system(system)
     budget = parts.budget(shape, split_budget(shape, int(shape.nbytes * share), staging))

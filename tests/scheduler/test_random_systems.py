@@ -15,15 +15,7 @@ from expertly.scheduler.loop import InlineChannel, Prefetcher, run_layer
 from tests.scheduler import drive
 from tests.scheduler.checked import waiting
 from tests.scheduler.drive import geometry, one_token
-from tests.scheduler.soak import (
-    BUDGETS,
-    RandomLink,
-    RandomPredictor,
-    RandomQuotas,
-    RandomSplits,
-    nothing_seen,
-    soak,
-)
+from tests.scheduler.soak import BUDGETS, RandomLink, RandomPredictor, RandomQuotas, RandomSplits, nothing_seen, soak
 from tests.tables import crossed, pairs
 
 KEEPING = [  # scope, admission, eviction

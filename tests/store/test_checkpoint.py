@@ -219,10 +219,7 @@ def overlaid_without_index(folder: Path) -> None:
 
 NO_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a shard less": (without_first, "model-00001-of-00002.safetensors: missing shard: the weights are split into 2"),
-    "a tensor in two files": (
-        overlaid_without_index,
-        f"'t0' is also in model.x.safetensors: {INDEX} must say which",
-    ),
+    "a tensor in two files": (overlaid_without_index, f"'t0' is also in model.x.safetensors: {INDEX} must say which"),
     "weights in two folders": (in_two_folders, "weights are in several folders in it: other, sub; give one"),
 }
 

@@ -58,11 +58,7 @@ def test_as_many_blocks_as_are_whole_neurons_and_not_small(
 )
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_each_block_is_compared_when_it_is_first_read(
-    store: PackedStore,
-    segments: int,
-    num_read_again: int,
-    named: str,
-    is_damaged: bool,
+    store: PackedStore, segments: int, num_read_again: int, named: str, is_damaged: bool
 ) -> None:
     path, begin = store.extents[0]
     nbytes = LAYER.expert_nbytes // segments

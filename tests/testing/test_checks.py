@@ -120,8 +120,7 @@ GIVEN = [
 
 
 @pytest.mark.parametrize(
-    ("gives_probabilities", "change", "promise"),
-    [*((False, *row) for row in NONE), *((True, *row) for row in GIVEN)],
+    ("gives_probabilities", "change", "promise"), [*((False, *row) for row in NONE), *((True, *row) for row in GIVEN)]
 )
 def test_a_predictor_that_breaks_a_promise_is_told_which(gives_probabilities: bool, change, promise: str) -> None:
     with pytest.raises(AssertionError, match=promise):
@@ -146,10 +145,7 @@ class Trusting(Index):
 
 @pytest.mark.parametrize(
     ("predictor", "error", "promise"),
-    [
-        (Silent, AssertionError, "something is predicted"),
-        (Trusting, AttributeError, "NoneType"),
-    ],
+    [(Silent, AssertionError, "something is predicted"), (Trusting, AttributeError, "NoneType")],
 )
 def test_one_that_says_nothing_or_trusts_in_all_being_shown_is_found(predictor, error, promise: str) -> None:
     with pytest.raises(error, match=promise):
