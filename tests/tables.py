@@ -13,7 +13,7 @@ IS_FULL = os.environ.get("EXPERTLY_TEST_FULL", "0") == "1"
 def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Rows, one value of each axis, in which every two values of two axes come together at least once."""
     left = list(product(*(range(len(axis)) for axis in axes)))  # numbers: values need not be hashable
-    open_pairs = {one for row in left for one in combinations(enumerate(row), 2)}
+    open_pairs = {each for row in left for each in combinations(enumerate(row), 2)}
     rows = []
     while left and (open_pairs or IS_FULL):
         best = max(left, key=lambda row: len(open_pairs.intersection(combinations(enumerate(row), 2))))
@@ -28,7 +28,7 @@ def seeds(few: int, many: int) -> range:
     return range(many if IS_FULL else few)
 
 
-def crossed(rows: Sequence[Any], others: Sequence[Any]) -> list[tuple[Any, Any]]:
+def crossed(rows: Sequence[Any], rest: Sequence[Any]) -> list[tuple[Any, Any]]:
     """Each row with one of the others, in turn; with each of them where all combinations are asked for."""
-    every = len(others)
-    return [(row, others[(i + j) % every]) for i, row in enumerate(rows) for j in range(every if IS_FULL else 1)]
+    every = len(rest)
+    return [(row, rest[(i + j) % every]) for i, row in enumerate(rows) for j in range(every if IS_FULL else 1)]

@@ -47,8 +47,8 @@ def without_blocks(text: str) -> str:
 
 def inline(page: Path) -> list[str]:
     """What stands in backquotes, in one line each."""
-    found = re.findall(r"`([^`]+)`", without_blocks(page.read_text(encoding="utf-8")))
-    return [" ".join(text.split()).replace("\\|", "|") for text in found]
+    result = re.findall(r"`([^`]+)`", without_blocks(page.read_text(encoding="utf-8")))
+    return [" ".join(text.split()).replace("\\|", "|") for text in result]
 
 
 def typed(page: Path) -> list[list[str]]:
@@ -126,10 +126,10 @@ def test_defaults_are_those_of_the_code(page: Path) -> None:
         parts |= {key: getattr(options, key) for key in option_names(type(options))}
     text = page.read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+?) \|", text, re.MULTILINE)
-    told = {key: text.strip("`") for key, text in rows if parts.get(key) is not None}
-    values = {key: "all" if parts[key] == ALL_LAYERS else option_text(parts[key]).removesuffix(".0") for key in told}
-    assert told == values
-    assert bool(told) == ("## Parameters" in text)
+    message = {key: text.strip("`") for key, text in rows if parts.get(key) is not None}
+    values = {key: "all" if parts[key] == ALL_LAYERS else option_text(parts[key]).removesuffix(".0") for key in message}
+    assert message == values
+    assert bool(message) == ("## Parameters" in text)
 
 
 @pages

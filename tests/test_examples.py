@@ -36,13 +36,13 @@ def test_load_and_generate(run: Run) -> None:
 def test_openai_client(start: Callable[..., RunningCommand], run: Run) -> None:
     running = start("serve", "--port", "0", "--json", "--memory", "25%", "--context", "128")
     running.wait_until(lambda: "\n" in running.out)
-    told = json.loads(running.out.splitlines()[0])
-    answer = run("openai_client.py", f"{told['url']}/v1")
+    message = json.loads(running.out.splitlines()[0])
+    answer = run("openai_client.py", f"{message['url']}/v1")
     assert answer.startswith("demo:\n") and len(answer.strip()) > len("demo:") + 20
 
 
 def test_own_policy(run: Run) -> None:
-    lru, first, own, second = run("own_policy.py").strip().split("\n")
-    assert lru.startswith("lru: ") and own.startswith("lru:eviction=own_policy.LeastUsed: ")
-    assert lru.split()[-2] != own.split()[-2]  # it decided otherwise,
+    lru, first, mine, second = run("own_policy.py").strip().split("\n")
+    assert lru.startswith("lru: ") and mine.startswith("lru:eviction=own_policy.LeastUsed: ")
+    assert lru.split()[-2] != mine.split()[-2]  # it decided otherwise,
     assert first == second  # and no token changed

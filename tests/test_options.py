@@ -29,17 +29,17 @@ def test_the_reference_has_every_option():
 
 def test_the_command_line_has_the_same_names_and_defaults():
     for command in ("run", "serve"):
-        given = parse([command])
-        for name, one in LOAD_OPTIONS.items():
-            assert given[name] == one.default
+        values = parse([command])
+        for name, each in LOAD_OPTIONS.items():
+            assert values[name] == each.default
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("dtype", "name"),
     [(torch.float32, "float32"), ("float32", "float32"), ("torch.bfloat16", "bfloat16"), (None, None)],
 )
-def test_a_dtype_is_a_name_or_what_torch_has(given: object, name: str | None):
-    assert LoadOptions(dtype=given).dtype == name
+def test_a_dtype_is_a_name_or_what_torch_has(dtype: object, name: str | None):
+    assert LoadOptions(dtype=dtype).dtype == name
 
 
 @pytest.mark.parametrize(

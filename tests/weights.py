@@ -38,8 +38,8 @@ def random_weights(
                 numbers(num_experts, hidden_size),
                 numbers(num_experts),
             )
-            mlps[source, target] = Mlp(*(one.astype(np.float16) for one in arrays))
-    num_experts, top_k = (tuple(getattr(one, name) for one in layers) for name in ("num_experts", "top_k"))
+            mlps[source, target] = Mlp(*(array.astype(np.float16) for array in arrays))
+    num_experts, top_k = (tuple(getattr(layer, name) for layer in layers) for name in ("num_experts", "top_k"))
     return LearnedWeights(ModelShape(num_experts, top_k), starts, distances, mlps)
 
 

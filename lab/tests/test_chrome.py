@@ -38,7 +38,9 @@ def timeline(folder: Path, machine: str, system: str, segments: int) -> tuple[li
 @pytest.mark.parametrize("system", ["lru", "oracle", "modelled-lookahead", "fmoe"])
 def test_a_timeline_shows_all_of_the_time(system: str, machine: str, tmp_path: Path) -> None:
     events, simulator = timeline(tmp_path, machine, system, segments=2)
-    names = {(one["pid"], one.get("tid")): one["args"] for one in events if one["ph"] == "M" and "tid" in one}
+    names = {
+        (event["pid"], event.get("tid")): event["args"] for event in events if event["ph"] == "M" and "tid" in event
+    }
     threads = {1: "device", 2: "link"}
     assert names == {(1, number): {"name": name} for number, name in threads.items()}
     assert {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"{system}, 40%"}} in events
@@ -51,15 +53,15 @@ def test_a_timeline_shows_all_of_the_time(system: str, machine: str, tmp_path: P
             spans[event["tid"]].append((begin, begin + duration, event["cat"]))
     for of_thread in spans.values():
         assert of_thread == sorted(of_thread), "in order"
-        assert all(one[1] <= other[0] for one, other in pairwise(of_thread)), "no overlap"
+        assert all(each[1] <= other[0] for each, other in pairwise(of_thread)), "no overlap"
     device, metrics = spans[1], simulator.metrics
     busy = sum(end - begin for begin, end, _ in device)
     assert device[0][0] == 0 and device[-1][2] == "head"
     assert device[-1][1] == metrics.busy_ns, "requests follow each other at once"
     assert busy + metrics.stall_ns == metrics.busy_ns, "what is no gap is busy, what is a gap is a stall"
-    assert sum(what == "head" for *_, what in device) == 52
-    assert sum(what == "dense" for *_, what in device) == 52 * 2
-    assert any(what == "take" for *_, what in device) == (machine == "misses")
+    assert sum(text == "head" for *_, text in device) == 52
+    assert sum(text == "dense" for *_, text in device) == 52 * 2
+    assert any(text == "take" for *_, text in device) == (machine == "misses")
     assert spans[2]
 
 
@@ -69,8 +71,8 @@ def test_every_run_is_a_process(tmp_path: Path) -> None:
         study = make_study(trace, chrome=chrome)
         list(study.results(["lru"], [Memory("40%"), Memory("60%")]))
     events = json.loads((tmp_path / "out.json").read_text())
-    found = [one["args"]["name"] for one in events if one["name"] == "process_name"]
-    assert found == [
+    result = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert result == [
         *(f"{name}, 40%" for name in ("lru", "belady", "belady-global", "oracle")), "resident",
         *(f"{name}, 60%" for name in ("lru", "belady", "belady-global", "oracle")),
     ]  # fmt: skip
@@ -82,7 +84,7 @@ def test_what_fails_leaves_no_file_and_the_old_one_as_it_was(tmp_path: Path) -> 
     with pytest.raises(ZeroDivisionError), chrome_trace(path) as chrome:
         chrome.begin_run("some")
         raise ZeroDivisionError
-    assert [one.name for one in tmp_path.iterdir()] == ["out.json"] and path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["out.json"] and path.read_text() == "old"
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path) -> None:

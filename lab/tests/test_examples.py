@@ -10,8 +10,8 @@ __all__ = ["run"]
 
 
 def test_own_trace_and_what_is_simulated_of_it(run: Run, tmp_path: Path) -> None:
-    told = run("own_trace.py", tmp_path / "trace", "Once upon a time", "The sea")
-    assert told.startswith("2 requests, ") and told.count("\nlayer ") == 12
+    message = run("own_trace.py", tmp_path / "trace", "Once upon a time", "The sea")
+    assert message.startswith("2 requests, ") and message.count("\nlayer ") == 12
     rates = run("simulate_and_plot.py", tmp_path / "trace", tmp_path / "plot.png")
     assert list(simulated(rates)) == ["lru", "lfu", "Fading", "belady-global", "oracle"]
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -23,8 +23,8 @@ def simulated(printed: str) -> dict[str, str]:
 
 
 def test_from_a_model_to_a_plot_beside_the_bounds(run: Run, tmp_path: Path) -> None:
-    found = simulated(run("simulate_and_plot.py", tmp_path / "plot.png"))
-    hits = {name: int(said.split("%")[0]) for name, said in found.items()}  # with the least memory
+    result = simulated(run("simulate_and_plot.py", tmp_path / "plot.png"))
+    hits = {name: int(said.split("%")[0]) for name, said in result.items()}  # with the least memory
     assert hits["belady-global"] >= max(hits["lru"], hits["lfu"], hits["Fading"]) > 0
-    assert found["Fading"] not in (found["lru"], found["lfu"]), "it decides for itself"
+    assert result["Fading"] not in (result["lru"], result["lfu"]), "it decides for itself"
     assert (tmp_path / "plot.png").stat().st_size > 10_000

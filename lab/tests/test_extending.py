@@ -104,14 +104,14 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def installed(folder: Path) -> Path:
     """A folder for Python's path with the same as an installed distribution."""
-    found = folder / "site"
-    found.mkdir()
+    result = folder / "site"
+    result.mkdir()
     for name in files():
-        (folder / name).rename(found / name)
+        (folder / name).rename(result / name)
     groups: dict[str, str] = dict(re.findall(r'entry-points\."([\w.]+)"\]\n((?:[\w-]+ = ".*"\n)+)', PAGES))
     assert len(groups) == 4
-    install(found, "mine", {group: lines.replace('"', "") for group, lines in groups.items()})
-    return found
+    install(result, "mine", {group: lines.replace('"', "") for group, lines in groups.items()})
+    return result
 
 
 def install(path: Path, name: str, groups: dict[str, str]) -> None:
@@ -128,7 +128,7 @@ def test_what_the_pages_say_to_run_runs(folder: Path, here: None, capsys: pytest
     *ours, checks, experiment = commands()
     for _, *command in ours:
         assert main(command) == 0, command
-        (system,) = [one for one in command[command.index("--system") + 1].split(",") if "my_" in one]
+        (system,) = [each for each in command[command.index("--system") + 1].split(",") if "my_" in each]
         assert system in "".join(capsys.readouterr())
     assert main(experiment[1:]) == 0
     out = capsys.readouterr().out
@@ -144,10 +144,10 @@ def test_the_policies_of_the_page_decide(folder: Path) -> None:
     systems = ["lru", "lru:eviction=my_policies.Fading", again, f"{again}:width=1"]
     words = ("lab", "simulate", "TRACE", "--system", ",".join(systems), "--memory", "40%", "--json")
     done = call(folder, "expertly", *words)
-    found = Printed(done.returncode, done.stdout, done.stderr).rows()
-    hits = [found[system]["hit_rate"] for system in systems]
+    result = Printed(done.returncode, done.stdout, done.stderr).rows()
+    hits = [result[system]["hit_rate"] for system in systems]
     assert hits[0] != hits[1]
-    assert found[again]["recall"] > found[f"{again}:width=1"]["recall"] > 0
+    assert result[again]["recall"] > result[f"{again}:width=1"]["recall"] > 0
 
 
 @pytest.mark.slow
@@ -164,8 +164,8 @@ def test_a_policy_of_the_page_is_compared_and_served(
     options = ServeOptions(name="demo", system=system, memory="25%", dtype="float32", device="cpu", context=128)
     assembled = open_server(options)
     with running(assembled) as serving:
-        (told,) = serving.client.models.list().data
-        assert told.model_dump()["expertly"]["system"] == system
+        (message,) = serving.client.models.list().data
+        assert message.model_dump()["expertly"]["system"] == system
         text = serving.complete("Once upon a time", 8).choices[0].text
     assert text == greedy(assembled.model, assembled.service.prompts.tokenizer, "Once upon a time", 8)
     unload(assembled.model)
@@ -180,11 +180,11 @@ def test_a_predictor_that_was_trained_runs_in_simulator_reproduce_and_engine(
     assert main(record[1:]) == 0
     assert start(folder / train[1], *train[2:], folder=folder).exit_code(200) == 0
     capsys.readouterr()
-    found = []
+    result = []
     for _, *command in runs:
         assert main([*command, "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    simulated, run = found
+        result.append(json.loads(capsys.readouterr().out))
+    simulated, run = result
     rows = {row["system"]: row for row in simulated["results"]}
     assert rows["lru:prediction=my_trained.Follow"]["recall"] > 0.3, "by chance it is an eighth"
     assert any("predictor" in note for note in simulated["notes"])

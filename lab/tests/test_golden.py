@@ -42,11 +42,11 @@ def test_every_system_on_the_demo_model(segments: int, memory: str, demo: simula
 def test_what_differs_is_named() -> None:
     """A file that was recorded, and the same with one number changed and one case left out."""
     recorded = read_cases("simulator-demo.json", simulator.FOLDER)
-    found = {name: dict(case) for name, case in recorded.items()}
-    found["lru 25% P=1"]["hits"] += 1
-    del found["lfu 50% P=4"]
+    result = {name: dict(case) for name, case in recorded.items()}
+    result["lru 25% P=1"]["hits"] += 1
+    del result["lfu 50% P=4"]
     hits = recorded["lru 25% P=1"]["hits"]
-    assert differences(recorded, found) == [
+    assert differences(recorded, result) == [
         f"lru 25% P=1: hits: recorded {hits}, now {hits + 1}",
         "lfu 50% P=4: did not run",
     ]

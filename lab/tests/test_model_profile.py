@@ -16,12 +16,12 @@ from tests.engine.conftest import Cases
 
 def test_six_numbers_are_measured_and_are_a_file(cases: Cases, tmp_path: Path):
     model, _ = expertly.load(str(cases["mixtral"].store), device="cpu", memory="60%", system="lru:segments=4")
-    found = measure_model(model, seconds=0)
+    result = measure_model(model, seconds=0)
     expertly.unload(model)
-    assert found.expert_nbytes_per_s > 0 and found.link.nbytes_per_s > 0
-    assert min(found.link.latency_ns, found.layer_ns, found.head_ns, found.miss_ns) >= 0
-    found.write(tmp_path / "here.toml")
-    assert Hardware.read(str(tmp_path / "here.toml")) == found
+    assert result.expert_nbytes_per_s > 0 and result.link.nbytes_per_s > 0
+    assert min(result.link.latency_ns, result.layer_ns, result.head_ns, result.miss_ns) >= 0
+    result.write(tmp_path / "here.toml")
+    assert Hardware.read(str(tmp_path / "here.toml")) == result
 
 
 def test_the_model_still_works_and_is_consistent(cases: Cases):

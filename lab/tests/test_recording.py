@@ -30,8 +30,8 @@ NUM_NEW = 6
 
 @pytest.fixture
 def model(cases: Cases) -> Iterator[Any]:
-    with loaded(cases["qwen3_moe"].store) as found:
-        yield found
+    with loaded(cases["qwen3_moe"].store) as result:
+        yield result
 
 
 def run_recorded(model: Any, folder: Path, prompt: list[int]) -> tuple[list[int], Trace]:
@@ -50,8 +50,8 @@ def rows_of(calls: list[Call], num_layers: int) -> tuple[np.ndarray, np.ndarray]
     """(ids, weights), [rows, L, K] each, of all calls in order."""
     assert len(calls) % num_layers == 0
     passes = [calls[i : i + num_layers] for i in range(0, len(calls), num_layers)]
-    index = [torch.stack([call.index for call in one], 1) for one in passes]
-    weights = [torch.stack([call.weights for call in one], 1) for one in passes]
+    index = [torch.stack([call.index for call in each], 1) for each in passes]
+    weights = [torch.stack([call.weights for call in each], 1) for each in passes]
     return torch.cat(index).numpy(), torch.cat(weights).float().numpy()
 
 
@@ -272,8 +272,8 @@ def test_full_fields_are_the_models_own(family: str, cases: Cases, tmp_path: Pat
             passes, handles = router_inputs_of(model)
             recorder.begin_request()
             (tokens,) = generate(model, [prompt], NUM_FULL)
-            for one in handles:
-                one.remove()
+            for each in handles:
+                each.remove()
         assert tokens == case.tokens[0][: len(tokens)]
         trace = Trace.open(tmp_path / "trace")
         field = {name: trace.rows(name, 0, trace.num_rows) for name in trace.manifest.fields}
@@ -295,16 +295,16 @@ def test_full_fields_are_the_models_own(family: str, cases: Cases, tmp_path: Pat
                 assert np.array_equal(field["router_inputs"][rows, layer], inputs.half().numpy())
                 for distance in range(MAX_DISTANCE + 1):
                     name = f"layer {layer}, distance {distance}"
-                    found = field["lookahead"][rows, layer, distance - 1] if distance else field["probs"][rows, layer]
+                    result = field["lookahead"][rows, layer, distance - 1] if distance else field["probs"][rows, layer]
                     ahead = layer + distance
                     if ahead not in seen and distance < len(seen) and len(layers) - 1 in seen:
                         ahead -= len(seen)  # of the next token; an encoder has none
                     if ahead not in seen:
-                        assert not found.any(), name
+                        assert not result.any(), name
                         continue
                     by_hand = scores_by_hand(model, ahead, inputs, is_sigmoid)
-                    np.testing.assert_allclose(found, by_hand.numpy(), rtol=2e-3, atol=1e-3, err_msg=name)
-                    np.testing.assert_allclose(found.astype(np.float32).sum(-1), 1, atol=5e-3, err_msg=name)
+                    np.testing.assert_allclose(result, by_hand.numpy(), rtol=2e-3, atol=1e-3, err_msg=name)
+                    np.testing.assert_allclose(result.astype(np.float32).sum(-1), 1, atol=5e-3, err_msg=name)
             first += num_rows
         assert first == trace.num_rows
         if family not in CHOICE_IS_NOT_TOP_K and family != "switch_transformers":

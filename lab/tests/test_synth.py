@@ -25,11 +25,11 @@ def test_no_expert_twice_and_the_same_for_the_same_seed(keep: float) -> None:
     def experts(seed: int) -> Experts:
         return experts_of(zipf(3, 8, 3, 500, exponent=1.2, keep=keep, seed=seed))
 
-    found = experts(1)
-    assert found.shape == (500, 3, 3) and found.max() == 7
-    assert (np.diff(np.sort(found, axis=-1).astype(int), axis=-1) > 0).all()
-    np.testing.assert_array_equal(found, experts(1))
-    assert (found != experts(2)).any()
+    result = experts(1)
+    assert result.shape == (500, 3, 3) and result.max() == 7
+    assert (np.diff(np.sort(result, axis=-1).astype(int), axis=-1) > 0).all()
+    np.testing.assert_array_equal(result, experts(1))
+    assert (result != experts(2)).any()
 
 
 def test_popularity_follows_the_exponent() -> None:

@@ -37,14 +37,14 @@ def found(trace: Trace) -> TrainingStudy:
 
 
 def test_it_learns_what_popularity_and_token_ids_do_not_know(found: TrainingStudy) -> None:
-    assert [(one.distance, one.source, one.layer) for one in found.accuracies] == [
+    assert [(accuracy.distance, accuracy.source, accuracy.layer) for accuracy in found.accuracies] == [
         *((1, 0, 1), (1, 1, 2), (1, 2, 3)),
         *((2, 0, 1), (2, 0, 2), (2, 1, 3)),
     ]
-    for one in found.accuracies:
-        assert one.learned is not None and one.token_id is not None and one.lookahead is not None
-        assert one.learned > 0.6 and one.learned > one.token_id + 0.15, one
-        assert one.learned > one.lookahead, one
+    for accuracy in found.accuracies:
+        assert accuracy.learned is not None and accuracy.token_id is not None and accuracy.lookahead is not None
+        assert accuracy.learned > 0.6 and accuracy.learned > accuracy.token_id + 0.15, accuracy
+        assert accuracy.learned > accuracy.lookahead, accuracy
     assert means(found.accuracies)[1]["layers"] == 3
     assert found.num_requests == {"training": 16, "stopping": 1, "test": 7}
     assert found.num_rows == {"training": 16 * 60, "stopping": 60, "test": 7 * 50}, "tested on decode"
@@ -54,12 +54,16 @@ def test_networks_of_two_layers_alone_have_no_other_path_and_learn_too(trace: Tr
     plain = study(trace, SPLIT, replace(OPTIONS, plain=True, hidden=48))
     assert all(not mlp.direct.any() and mlp.hidden.any() for mlp in plain.trained.weights.mlps.values())
     assert any(mlp.direct.any() for mlp in found.trained.weights.mlps.values())
-    assert all(one.learned > one.token_id + 0.1 for one in plain.accuracies if one.learned and one.token_id)
+    assert all(
+        accuracy.learned > accuracy.token_id + 0.1
+        for accuracy in plain.accuracies
+        if accuracy.learned and accuracy.token_id
+    )
 
 
 def test_what_is_said_of_it_is_what_the_predictor_does(found: TrainingStudy, trace: Trace) -> None:
     """Recounted with the predictor itself, a row at a time, over the decode rows of the requests kept back."""
-    layers = tuple(LayerGeometry(one.num_experts, one.top_k, 2, 4, 2, 1) for one in LAYERS)
+    layers = tuple(LayerGeometry(layer.num_experts, layer.top_k, 2, 4, 2, 1) for layer in LAYERS)
     predictor = Learned(Geometry(layers), 2, known=Known(given=(found.trained.weights,)))
     right, named = np.zeros(4), np.zeros(4)
     for span in make_schedule(trace, Selection(split=SPLIT)).test:
@@ -71,7 +75,7 @@ def test_what_is_said_of_it_is_what_the_predictor_does(found: TrainingStudy, tra
                 for said in predictor.router_ran(Routed(RouterRan(layer, [], [], [], 1), inputs=seen)):
                     right[said.layer] += len(set(said.experts) & set(experts[row, said.layer].tolist()))
                     named[said.layer] += len(said.experts)
-    expected = [one.learned for one in found.accuracies if one.distance == 2]
+    expected = [accuracy.learned for accuracy in found.accuracies if accuracy.distance == 2]
     np.testing.assert_allclose(right[1:] / named[1:], expected, atol=1e-3)
 
 
@@ -79,11 +83,11 @@ def test_equal_seeds_give_equal_weights(trace: Trace) -> None:
     options = replace(OPTIONS, distances=(1,), epochs=2)
     far = study(trace, SPLIT, replace(options, distances=(8, 3, 5), epochs=1)).trained.weights
     assert far.distances == (3,) and sorted(far.mlps) == [(0, 1), (0, 2), (0, 3)], "past the last layer are all layers"
-    one, same, other = (study(trace, SPLIT, replace(options, seed=seed)).trained.weights for seed in (0, 0, 1))
-    for pair, mlp in one.mlps.items():
+    each, same, other = (study(trace, SPLIT, replace(options, seed=seed)).trained.weights for seed in (0, 0, 1))
+    for pair, mlp in each.mlps.items():
         np.testing.assert_array_equal(mlp.hidden, same.mlps[pair].hidden)
         np.testing.assert_array_equal(mlp.direct, same.mlps[pair].direct)
-    assert (one.mlps[0, 1].hidden != other.mlps[0, 1].hidden).any()
+    assert (each.mlps[0, 1].hidden != other.mlps[0, 1].hidden).any()
 
 
 def test_it_ends_when_nothing_gets_better(tmp_path: Path) -> None:
@@ -95,7 +99,7 @@ def test_it_ends_when_nothing_gets_better(tmp_path: Path) -> None:
     rows = np.arange(data.num_rows)
     seen = []
     options = replace(OPTIONS, epochs=500, patience=3)
-    trained = train(data, rows[:120], rows[120:], options, lambda what, done, total: seen.append((what, done, total)))
+    trained = train(data, rows[:120], rows[120:], options, lambda text, done, total: seen.append((text, done, total)))
     assert max(trained.epochs.values()) < 100
     assert seen[-1] == ("training", 5, 5)
 
@@ -112,16 +116,18 @@ def test_of_two_stacks_each_is_predicted_from_its_own_first_layer(tmp_path: Path
     trace = planted_trace(
         tmp_path / "trace", 12, 40, layers=layers, ran=lambda row, layer: (layer < 2) == (row < 20), num_prompt=20
     )
-    found = study(trace, SPLIT, replace(OPTIONS, distances=(1, 3), epochs=3))
-    weights = found.trained.weights
+    result = study(trace, SPLIT, replace(OPTIONS, distances=(1, 3), epochs=3))
+    weights = result.trained.weights
     assert weights.starts == (0, 0, 2, 2)
     assert sorted(weights.mlps) == [(0, 1), (2, 3)]
-    assert [one.layer for one in found.accuracies if one.learned is None] == [1, 1], "the encoder runs in no decode row"
+    assert [accuracy.layer for accuracy in result.accuracies if accuracy.learned is None] == [1, 1], (
+        "the encoder runs in no decode row"
+    )
 
 
 def test_needed_leaves_out_what_is_no_choice() -> None:
-    found = needed(np.array([[1, 0xFFFF], [3, 0]]), 4)
-    assert found.tolist() == [[False, True, False, False], [True, False, False, True]]
+    result = needed(np.array([[1, 0xFFFF], [3, 0]]), 4)
+    assert result.tolist() == [[False, True, False, False], [True, False, False, True]]
 
 
 def test_a_layer_that_never_runs_is_named(tmp_path: Path) -> None:

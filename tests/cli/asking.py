@@ -21,8 +21,8 @@ def answer(capsys: Captured, *words: object, code: int = 0) -> dict[str, Any]:
     assert main([*map(str, words), "--json"]) == code
     out = capsys.readouterr().out
     assert out.count("\n") == 1
-    found: dict[str, Any] = json.loads(out)
-    return found
+    result: dict[str, Any] = json.loads(out)
+    return result
 
 
 def told(capsys: Captured, *words: object) -> str:

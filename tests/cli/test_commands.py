@@ -50,8 +50,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     monkeypatch.delitem(sys.modules, "greeting", raising=False)
 
     def entry_points(group: str) -> list[object]:
-        found = [entry for each in distributions(path=[str(tmp_path)]) for entry in each.entry_points]
-        return [entry for entry in found if entry.group == group]
+        result = [entry for each in distributions(path=[str(tmp_path)]) for entry in each.entry_points]
+        return [entry for entry in result if entry.group == group]
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
     vars(commands.GROUPS).pop("_entries", None)

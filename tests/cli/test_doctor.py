@@ -83,7 +83,7 @@ def test_a_model_is_sized_and_its_speed_expected(tmp_path: Path, capsys: Capture
     monkeypatch.setattr(forecast, "_CALIBRATION_TOKENS", 4)
     printed = answer(capsys, "doctor", "demo")
     assert printed["experts_nbytes"] == 37_748_736 and printed["command"] == "expertly run demo"
-    assert all(0 < low < high for low, high in (one["tokens_per_s"] for one in printed["speeds"]))
+    assert all(0 < low < high for low, high in (each["tokens_per_s"] for each in printed["speeds"]))
     profile = tmp_path / "cache" / "machine.json"
     measured = profile.read_text()
     out = told(capsys, "doctor", "demo")

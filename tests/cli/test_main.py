@@ -83,9 +83,9 @@ def test_options_come_as_the_dataclass_says(command, capsys):
 
 def test_no_command_has_more_than_ten_basic_options_and_run_thirty_in_all():
     """The others stand under Advanced or Research, which --help-all shows."""
-    found = dict(commands_of())
-    assert {"run", "serve", "bench"} <= found.keys()
-    for name, command in found.items():
+    result = dict(commands_of())
+    assert {"run", "serve", "bench"} <= result.keys()
+    for name, command in result.items():
         options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
         basic = {option.opts[0] for option in options if not option.hidden}
         assert len(basic - {"--help", "--help-all"}) <= 10, (name, basic)
@@ -118,8 +118,8 @@ def test_one_bar_shows_steps_and_bytes(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
     with progress_bar("turns") as bar:
-        for tell, what in ((bar, "searching"), (bar, "lru:eviction=my_policies.Fading"), (bar.in_bytes, "packing")):
-            tell(what, 3 << 20, 4 << 20)
+        for tell, text in ((bar, "searching"), (bar, "lru:eviction=my_policies.Fading"), (bar.in_bytes, "packing")):
+            tell(text, 3 << 20, 4 << 20)
             bar.shown.refresh()
     printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
     assert printed.count(f"{3 << 20}/{4 << 20} turns") >= 2 and "3 MiB of 4 MiB" in printed

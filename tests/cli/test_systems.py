@@ -9,16 +9,16 @@ from tests.cli.asking import Captured, answer, told
 
 
 def test_json_has_every_system_part_and_option(capsys: Captured) -> None:
-    found = answer(capsys, "systems")
-    listed = {system["name"]: system for system in found["systems"]}
+    result = answer(capsys, "systems")
+    listed = {system["name"]: system for system in result["systems"]}
     assert listed.keys() == SYSTEMS.keys() >= {"on-demand", "lru", "lfu", "lcp", "static", "resident"}
     assert listed["lfu"].keys() == {
         "name", "summary", "eviction", "scope", "allocation", "prediction", "prefetch", "distance",
         "admission", "ahead", "prefill", "loop", "segments",
     }  # fmt: skip
     assert (listed["lfu"]["ahead"], listed["promoe"]["segments"], listed["moepic"]["ahead"]) == (None, 4, "staging")
-    assert "proximity" in found["parts"]["prefetch"] and "fmoe" in found["parts"]["eviction"]
-    assert "semantic" in found["options"]["prediction=fmoe"] and found["options"]["prediction=learned"] == ["width"]
+    assert "proximity" in result["parts"]["prefetch"] and "fmoe" in result["parts"]["eviction"]
+    assert "semantic" in result["options"]["prediction=fmoe"] and result["options"]["prediction=learned"] == ["width"]
 
 
 def test_people_read_every_system_its_parts_and_what_it_has_unlike_others(capsys: Captured) -> None:

@@ -35,21 +35,21 @@ def test_bench(model: Path, total: int, capsys: Captured) -> None:
     left = api.handle(loaded).engine.scheduler.budget.memory_nbytes
     expertly.unload(loaded)
     words = ("--total-memory", total, "--requests", 1, "--tokens", 2, "--rounds", 1, "--device", "cpu", "--raw")
-    found = answer(capsys, "bench", model, *words)
-    assert {(row["memory"], row["memory_bytes"]) for row in found["rows"]} == {(str(total), left)}
+    result = answer(capsys, "bench", model, *words)
+    assert {(row["memory"], row["memory_bytes"]) for row in result["rows"]} == {(str(total), left)}
 
 
 def test_doctor(model: Path, total: int, capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "examine", lambda *_: (replace(PROFILE, devices=()), []))
     monkeypatch.setattr(forecast, "measured_speed", lambda *_: Speed(3e10, 3e10, 0, 3e9, 0, None, None))
-    found = answer(capsys, "doctor", model, "--total-memory", total, "--out", tmp_path / "machine.json")
-    assert found["memory_nbytes"] == total
-    assert found["fitting_share"] == pytest.approx(0.6, abs=0.02)
-    assert found["command"] == f"expertly run {model} --total-memory {total}"
+    result = answer(capsys, "doctor", model, "--total-memory", total, "--out", tmp_path / "machine.json")
+    assert result["memory_nbytes"] == total
+    assert result["fitting_share"] == pytest.approx(0.6, abs=0.02)
+    assert result["command"] == f"expertly run {model} --total-memory {total}"
 
 
 def test_every_command_that_takes_memory_that_loads_a_model_takes_all_of_it() -> None:
-    found = {name: flags for name, command in commands_of() if "--memory" in (flags := flags_of(command))}
-    assert {"run", "serve", "bench"} <= found.keys()
+    result = {name: flags for name, command in commands_of() if "--memory" in (flags := flags_of(command))}
+    assert {"run", "serve", "bench"} <= result.keys()
     of_experts = {"lab simulate", "lab reproduce", "lab compare"}  # which compare budgets of experts alone
-    assert {name for name, flags in found.items() if "--total-memory" not in flags} <= of_experts
+    assert {name for name, flags in result.items() if "--total-memory" not in flags} <= of_experts

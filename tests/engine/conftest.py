@@ -61,7 +61,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
 
 
 @pytest.fixture
-def own(cases: Cases, tmp_path: Path) -> tuple[Case, Path]:
+def copied(cases: Cases, tmp_path: Path) -> tuple[Case, Path]:
     """A case, and a copy of its store that may be damaged and has nothing beside it."""
     case = cases["qwen3_moe"]
     return case, Path(shutil.copytree(case.store, tmp_path / "store"))

@@ -60,7 +60,7 @@ def recording(reference: nn.Module) -> Iterator[Recorder]:
     for layer, module in enumerate(modules):
 
         def before(_: nn.Module, args: tuple[torch.Tensor, ...], layer: int = layer) -> None:
-            recorder.calls.append(Call(layer, *(one.detach().clone() for one in args)))
+            recorder.calls.append(Call(layer, *(arg.detach().clone() for arg in args)))
 
         def after(_: nn.Module, args: Any, output: torch.Tensor) -> None:
             recorder.calls[-1].output = output.detach().clone()
@@ -105,22 +105,22 @@ class Decisions:
 
     def num(self, name: str | None = None) -> int:
         """Calls of this name, or of all."""
-        return sum(name in (None, one.name) for decisions, _ in self.of_schedulers for one in decisions)
+        return sum(name in (None, decision.name) for decisions, _ in self.of_schedulers for decision in decisions)
 
 
 @contextmanager
 def recorded_decisions() -> Iterator[Decisions]:
     """Record what schedulers decide that are made while the block runs."""
-    make, found = System.scheduler, Decisions()
+    make, result = System.scheduler, Decisions()
 
     def scheduler(system: System, *args: Any, **kwargs: Any) -> Any:
         decisions: list[Decision] = []
-        found.of_schedulers.append((decisions, lambda: make(system, *args, **kwargs)))
+        result.of_schedulers.append((decisions, lambda: make(system, *args, **kwargs)))
         return record(make(system, *args, **kwargs), decisions.append)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(System, "scheduler", scheduler)
-        yield found
+        yield result
 
 
 def counts(model: Any, phase: str) -> tuple[int, ...]:
@@ -146,15 +146,15 @@ def reader_threads() -> list[str]:
 
 def open_files(folder: Any) -> list[str]:
     """The open files of this process under `folder`."""
-    found = []
+    result = []
     for fd in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             continue
         if target.startswith(os.path.realpath(folder)):
-            found.append(target)
-    return found
+            result.append(target)
+    return result
 
 
 def run_python(code: str, *args: str, limit: float = 250) -> subprocess.CompletedProcess[str]:

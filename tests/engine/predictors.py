@@ -65,7 +65,7 @@ def put(monkeypatch: pytest.MonkeyPatch, make: Callable[[Geometry], Predictor]) 
 
     class Put(Everything):
         @classmethod
-        def make(cls, geometry: Geometry, *given: Any) -> Predictor:
+        def make(cls, geometry: Geometry, *values: Any) -> Predictor:
             return make(geometry)
 
     monkeypatch.setitem(PREDICTORS.built_in, "put", Put)

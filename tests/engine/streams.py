@@ -51,13 +51,13 @@ class LateValues:
 
     def to_host_later(self, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
         values = values.as_subclass(torch.Tensor)
-        here = torch.empty_like(values)
-        here.view(torch.uint8).fill_(POISON)
-        return here, (self.mark_compute(), here, values.clone())
+        present = torch.empty_like(values)
+        present.view(torch.uint8).fill_(POISON)
+        return present, (self.mark_compute(), present, values.clone())
 
     def reach(self, mark: Any) -> None:
-        _, here, values = mark
-        here.copy_(values)
+        _, present, values = mark
+        present.copy_(values)
 
 
 class Accelerator(LateValues):
@@ -104,12 +104,12 @@ class Accelerator(LateValues):
     def reads(self, memory: torch.Tensor) -> None:
         """The kernels queued so far read this last."""
         begin = memory.data_ptr()
-        self._reads = [one for one in self._reads if one[2] > self.now_ns]
+        self._reads = [read for read in self._reads if read[2] > self.now_ns]
         self._reads.append((begin, begin + memory.nbytes, self.compute_free_ns))
 
     def busy_ns(self, begin_ns: int, end_ns: int) -> int:
         """Time within these that the link moved something."""
-        return sum(max(0, min(one.end_ns, end_ns) - max(one.begin_ns, begin_ns)) for one in self.copied)
+        return sum(max(0, min(each.end_ns, end_ns) - max(each.begin_ns, begin_ns)) for each in self.copied)
 
     def _run_until(self, then_ns: int) -> None:
         while self._events and self._events[0][0] <= then_ns:
@@ -156,7 +156,7 @@ class Accelerator(LateValues):
         earliest = self._here_ns() + self._link.latency_ns
         begin = max([earliest, self._link_free_ns, *(mark.at_ns for mark in after)])
         first, last = target.data_ptr(), target.data_ptr() + target.nbytes
-        assert not any(one < last and first < behind and then > begin for one, behind, then in self._reads), (
+        assert not any(each < last and first < behind and then > begin for each, behind, then in self._reads), (
             "a copy overwrites what kernels still read"
         )
         self._link_free_ns = end = begin + self._link.occupies_ns(target.nbytes)

@@ -84,13 +84,13 @@ def test_ways_to_generate(family: str, settings: dict[str, Any], ways: tuple[Way
 
 def test_a_static_cache_counts_what_a_dynamic_one_does(cases: Cases) -> None:
     """Iterations, tokens and what is needed: phases do not depend on the kind of cache."""
-    case, found = cases["gpt_oss"], []
+    case, result = cases["gpt_oss"], []
     for settings in ({"cache_implementation": "static"}, {}):
         with loaded(case.store) as model:
             assert generate(model, case.prompts, **settings) == case.tokens
             phases = expertly.stats(model).as_dict()["phases"]
-            found.append([phases[phase][name] for phase in phases for name in ("iterations", "tokens", *COUNTS)])
-    assert found[0] == found[1]
+            result.append([phases[phase][name] for phase in phases for name in ("iterations", "tokens", *COUNTS)])
+    assert result[0] == result[1]
 
 
 def test_pipeline(tmp_path: Any) -> None:
@@ -167,8 +167,8 @@ def test_a_total_is_what_everything_takes(cases: Cases, monkeypatch: pytest.Monk
         assert 0.4 * expert_nbytes < stats["memory_bytes"] <= 0.5 * expert_nbytes
         assert "this process takes 300 MiB" in stats["memory_reason"] and "50.0% of the exp" in stats["memory_reason"]
         assert generate(model, case.prompts) == case.tokens
-    told = r"total_memory='400MiB': the least that works is about \d+MiB; total memory 400MiB: .* this process takes"
-    with pytest.raises(BudgetError, match=told) as refused:
+    message = r"total_memory='400MiB': the least that works is about \d+MiB; total memory 400MiB: .* this process takes"
+    with pytest.raises(BudgetError, match=message) as refused:
         expertly.load(store, total_memory="400MiB", context=4096 << 4, device="cpu")
     least = int(re.findall(r"about (\d+)MiB", str(refused.value))[0])
     with loaded(store, memory=None, total_memory=f"{least}MiB", context=4096 << 4) as model:

@@ -122,8 +122,8 @@ def test_ids_that_are_no_expert_give_zero(segments: int, cases: Cases) -> None:
         actual = run(model, Call(0, hidden, index, weights))
         assert not actual[1].any()
         for row in range(3):
-            one = run(model, Call(0, hidden[row : row + 1], index[row : row + 1], weights[row : row + 1]))
-            torch.testing.assert_close(one[0], actual[row])
+            each = run(model, Call(0, hidden[row : row + 1], index[row : row + 1], weights[row : row + 1]))
+            torch.testing.assert_close(each[0], actual[row])
         expected = run(model, Call(0, hidden[:1], torch.tensor([[0, 5, 5]]), weights[:1] * torch.tensor([1, 0, 1])))
         torch.testing.assert_close(actual[0], expected[0])
 

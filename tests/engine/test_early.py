@@ -61,7 +61,7 @@ def test_tokens_and_decisions_are_the_same(
     """With kernels that take much longer than copies: an eviction overwrites nothing that a queued kernel reads, which
     the accelerator checks.
     """
-    case, found, predicts = cases["qwen3_moe"], [], system in ("expertly-ahead", "moe-infinity")
+    case, result, predicts = cases["qwen3_moe"], [], system in ("expertly-ahead", "moe-infinity")
     for most_tokens in (4, 0):
         monkeypatch.setattr(shard, "EARLY_TOKENS", most_tokens)
         _, _, made = put_early(monkeypatch, 1e10, 50_000, share, host_ns=100)
@@ -71,12 +71,12 @@ def test_tokens_and_decisions_are_the_same(
             made[0].tier.check()
             stats = expertly.stats(model).as_dict()
         kernels, phases = stats["kernels"], stats["phases"]
-        found.append([{name: phases[phase][name] for name in COUNTS} for phase in ("prefill", "decode")])
+        result.append([{name: phases[phase][name] for name in COUNTS} for phase in ("prefill", "decode")])
         assert (kernels["early"] > 0) == (most_tokens > 0) and kernels["torch"] == 0
         assert kernels["early"] <= phases["decode"]["hits"]
         if segments == 1 and not predicts:
             assert kernels["early"] == phases["decode"]["hits"] * (most_tokens > 0), "whatever is there"
-    assert found[0] == found[1] or predicts, "when a prefetch arrives depends on the disk"
+    assert result[0] == result[1] or predicts, "when a prefetch arrives depends on the disk"
 
 
 @pytest.mark.parametrize("segments", [1, 4])
@@ -96,13 +96,13 @@ def test_random_choices_are_computed_as_without_an_accelerator(
                 modules, of_run = experts_modules(model), []
                 for number, call in enumerate(calls):
                     layer = number % len(modules)
-                    given = [one.as_subclass(OnDevice) if share else one for one in call]
-                    of_run.append(handle(model).engine.forward_experts(modules[layer], layer, *given))
-                outputs.append([one.as_subclass(torch.Tensor) for one in of_run])
+                    values = [each.as_subclass(OnDevice) if share else each for each in call]
+                    of_run.append(handle(model).engine.forward_experts(modules[layer], layer, *values))
+                outputs.append([each.as_subclass(torch.Tensor) for each in of_run])
             assert not share or kernels.num_early > 20
     for of_run in outputs[1:]:
-        for found, expected in zip(of_run, outputs[0], strict=True):
-            assert relative_error(found, expected) < 1e-5
+        for result, expected in zip(of_run, outputs[0], strict=True):
+            assert relative_error(result, expected) < 1e-5
 
 
 # -- what is gained ----------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_a_layer_outside_of_a_pass_counts_and_a_pass_that_fails_counts_what_ran(
                 model(ids)
             failing.remove()
         counted = handle(model).engine.scheduler.counters
-        assert [one.prefill.hits + one.decode.hits for one in counted] == [6, 6, 3]
+        assert [each.prefill.hits + each.decode.hits for each in counted] == [6, 6, 3]
         before, token = counted[0].decode.demands, (torch.randn(1, HIDDEN_SIZE), torch.tensor([[1, 4, 6]]))
         handle(model).engine.forward_experts(first, 0, *token, torch.ones(1, 3))
         assert counted[0].decode.demands == before + 3

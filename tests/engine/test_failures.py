@@ -150,8 +150,8 @@ def test_an_interrupt_at_any_line_leaves_a_model_that_works(lines: range, system
 
 
 @pytest.mark.parametrize("name", ["config.json", "dense.safetensors"])
-def test_a_byte_that_flipped_beside_the_experts_is_found_at_loading(name: str, own: tuple[Case, Path]) -> None:
-    _, store = own
+def test_a_byte_that_flipped_beside_the_experts_is_found_at_loading(name: str, copied: tuple[Case, Path]) -> None:
+    _, store = copied
     raw = bytearray((store / name).read_bytes())
     raw[-2 if name == "config.json" else -1] ^= 1
     (store / name).write_bytes(raw)
@@ -163,7 +163,7 @@ def test_a_byte_that_flipped_beside_the_experts_is_found_at_loading(name: str, o
 
 
 @pytest.mark.parametrize(
-    ("tensor", "told"),
+    ("tensor", "place"),
     [
         ("model.embed_tokens.weight", "the dense part before the experts of MoE layer 0"),
         ("model.layers.1.self_attn.o_proj.weight", "the dense part before the experts of MoE layer 1"),
@@ -172,13 +172,13 @@ def test_a_byte_that_flipped_beside_the_experts_is_found_at_loading(name: str, o
         ("lm_head.weight", "the model's head"),
     ],
 )
-def test_nan_is_told_with_the_layer_that_gave_it_first(tensor: str, told: str, cases: Cases, tmp_path: Path) -> None:
+def test_nan_is_told_with_the_layer_that_gave_it_first(tensor: str, place: str, cases: Cases, tmp_path: Path) -> None:
     """Of one prompt, and of several of different lengths, whose padding is NaN's own business."""
     folder = Path(shutil.copytree(cases["qwen3_moe"].folder, tmp_path / "model"))
     fill_with_nan(folder, tensor)
     with loaded(pack(folder, tmp_path / "store").folder, memory="50%", device="cpu") as model:
         for num_prompts in (1, 3, 1):  # a request that failed leaves the next as it was
-            with pytest.raises(NanError, match=f"{told} gave NaN: the checkpoint's weights"):
+            with pytest.raises(NanError, match=f"{place} gave NaN: the checkpoint's weights"):
                 generate(model, make_prompts(num_prompts, length=14))
         check_nothing_moves(model)
 
@@ -187,13 +187,13 @@ def test_nan_is_told_with_the_layer_that_gave_it_first(tensor: str, told: str, c
 
 
 @pytest.mark.parametrize(
-    ("where", "name"),
+    ("place", "name"),
     [(cpu.KIND, "make"), (api, "Shard"), (api, "Engine"), (api, "load_dense")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_was_opened_is_closed_again(where: Any, name: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_opened_is_closed_again(place: Any, name: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the error is there, too, which holds on to all that was known where it was raised."""
-    monkeypatch.setattr(where, name, Mock(side_effect=ConfigError("no such luck")))
+    monkeypatch.setattr(place, name, Mock(side_effect=ConfigError("no such luck")))
     with pytest.raises(ConfigError, match="no such luck") as raised:
         expertly.load(str(cases["mixtral"].store), memory="50%", system="lru", device="cpu")
     assert raised.tb is not None

@@ -77,15 +77,15 @@ def test_few_tokens_are_the_kernels_over_slots(segments: int, dtype: str, cases:
     case = cases["qwen3_moe"]
     calls = reference_calls(case.folder, case.prompts, getattr(torch, dtype))
     with on_gpu(Case(case.folder, case.folder), dtype=dtype, memory="45%", segments=segments) as model:
-        told = expertly.stats(model).as_dict()["kernels"]
-        assert told["name"] == "triton", told["why"]
+        message = expertly.stats(model).as_dict()["kernels"]
+        assert message["name"] == "triton", message["why"]
         for call in calls:
             on_device = Call(call.layer, call.hidden.cuda(), call.index.cuda(), call.weights.cuda())
             assert call.output is not None
             error = relative_error(run(model, on_device).cpu(), call.output)
             assert error < TOLERANCE[call.hidden.dtype], f"layer {call.layer}, {len(call.index)} tokens"
-        told = expertly.stats(model).as_dict()["kernels"]
-        assert told["native"] > told["early"] > 0 and told["torch"] == 0
+        message = expertly.stats(model).as_dict()["kernels"]
+        assert message["native"] > message["early"] > 0 and message["torch"] == 0
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "deepseek_v3"])

@@ -76,8 +76,8 @@ def learn(store: Path, case: Case, system: str, **kwargs: Any) -> int:
 
 
 @pytest.mark.parametrize("system", KINDS)
-def test_auto_is_beside_the_store_and_is_found_again(system: str, own: tuple[Case, Path]) -> None:
-    case, store = own
+def test_auto_is_beside_the_store_and_is_found_again(system: str, copied: tuple[Case, Path]) -> None:
+    case, store = copied
     path = beside(store, system)
     with loaded(store, system=system, learned="auto") as model:
         assert kept(model) == (0, "cold", str(path), None)
@@ -104,9 +104,9 @@ def test_auto_is_beside_the_store_and_is_found_again(system: str, own: tuple[Cas
     assert sorted(os.listdir(store.parent)) == ["store", path.name]
 
 
-def test_each_kind_has_a_file_of_its_own(own: tuple[Case, Path], tmp_path: Path) -> None:
+def test_each_kind_has_a_file_of_its_own(copied: tuple[Case, Path], tmp_path: Path) -> None:
     """One system may learn two."""
-    case, store = own
+    case, store = copied
     assert learn(store, case, "moe-infinity") == 0
     before = beside(store, "moe-infinity").read_bytes()
     assert learn(store, case, BOTH) == 0
@@ -123,9 +123,11 @@ def test_each_kind_has_a_file_of_its_own(own: tuple[Case, Path], tmp_path: Path)
         ("a pipe", "moe-infinity"),
     ],
 )
-def test_a_file_that_is_not_what_it_should_be(damage: str, system: str, own: tuple[Case, Path], cases: Cases) -> None:
+def test_a_file_that_is_not_what_it_should_be(
+    damage: str, system: str, copied: tuple[Case, Path], cases: Cases
+) -> None:
     """The model starts cold, says so, and replaces the file if it is expertly's."""
-    case, store = own
+    case, store = copied
     path = beside(store, system)
     if damage == "another model's":
         learn(store, case, system)
@@ -151,9 +153,9 @@ def test_a_file_that_is_not_what_it_should_be(damage: str, system: str, own: tup
         assert path.read_bytes() == b"hello"
 
 
-def test_a_file_of_embeddings_of_another_width(own: tuple[Case, Path]) -> None:
+def test_a_file_of_embeddings_of_another_width(copied: tuple[Case, Path]) -> None:
     """They cannot be compared to what this model feeds."""
-    case, store = own
+    case, store = copied
     path = beside(store, "fmoe")
     learn(store, case, "fmoe")
     file = read_learned(path, MapStore)
@@ -166,8 +168,8 @@ def test_a_file_of_embeddings_of_another_width(own: tuple[Case, Path]) -> None:
 
 
 @pytest.mark.usefixtures("peers")
-def test_with_workers_begins_with_nothing_of_reuse(own: tuple[Case, Path]) -> None:
-    case, store = own
+def test_with_workers_begins_with_nothing_of_reuse(copied: tuple[Case, Path]) -> None:
+    case, store = copied
     learn(store, case, "expertly")
     before = beside(store, "expertly").read_bytes()
     with loaded(store, system="expertly", learned="auto", workers=1, memory="40%", worker_memory="40%") as model:
@@ -176,9 +178,9 @@ def test_with_workers_begins_with_nothing_of_reuse(own: tuple[Case, Path]) -> No
     assert beside(store, "expertly").read_bytes() == before
 
 
-def test_a_folder_that_is_not_writable(own: tuple[Case, Path], tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable(copied: tuple[Case, Path], tmp_path: Path) -> None:
     """What is there is taken up, and a warning says that it stays so."""
-    case, store = own
+    case, store = copied
     with tiny_disk(tmp_path, nbytes=64 << 20) as disk:
         there = Path(shutil.copytree(store, disk / "store"))
         learn(there, case, "expertly")
@@ -203,12 +205,14 @@ print("end", time.time())
 """
 
 
-def test_a_process_that_ends_without_unload_ends_quickly_and_quietly_and_all_is_written(own: tuple[Case, Path]) -> None:
+def test_a_process_that_ends_without_unload_ends_quickly_and_quietly_and_all_is_written(
+    copied: tuple[Case, Path],
+) -> None:
     """In the middle of a read."""
-    done = run_python(EXIT, str(own[1]))
+    done = run_python(EXIT, str(copied[1]))
     ended = time.time()
     assert done.returncode == 0, done.stderr
     assert ended - float(done.stdout.split()[1]) < 30
     assert not [line for line in done.stderr.splitlines() if "Loading weights" not in line and line.strip()]
     for system in ("fmoe", "expertly"):
-        assert num_in(beside(own[1], system), system) == 4 + 3
+        assert num_in(beside(copied[1], system), system) == 4 + 3

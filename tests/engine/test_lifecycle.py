@@ -34,17 +34,17 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.mark.parametrize("families", [("qwen3_moe", "gpt_oss"), ("jamba", "switch_transformers")])
 def test_two_models_with_interleaved_passes(families: tuple[str, str], cases: Cases) -> None:
     first, second = (cases[family] for family in families)
-    with loaded(first.store, system="fmoe") as one, loaded(second.store, segments=4, memory="40%") as two:
-        torch.testing.assert_close(logits_of(one, first.prompts), first.logits, rtol=1e-4, atol=1e-5)
+    with loaded(first.store, system="fmoe") as each, loaded(second.store, segments=4, memory="40%") as two:
+        torch.testing.assert_close(logits_of(each, first.prompts), first.logits, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(logits_of(two, second.prompts), second.logits, rtol=1e-4, atol=1e-5)
-        assert generate(one, first.prompts) == first.tokens
+        assert generate(each, first.prompts) == first.tokens
         assert generate(two, second.prompts) == second.tokens
-        assert_streamed(one)
+        assert_streamed(each)
         assert_streamed(two)
-        within = one.get_input_embeddings().register_forward_hook(lambda *_: (logits_of(two, second.prompts), None)[1])
-        assert generate(one, first.prompts) == first.tokens, "the other runs in the middle of its passes"
+        within = each.get_input_embeddings().register_forward_hook(lambda *_: (logits_of(two, second.prompts), None)[1])
+        assert generate(each, first.prompts) == first.tokens, "the other runs in the middle of its passes"
         within.remove()
-        expertly.unload(one)
+        expertly.unload(each)
         assert generate(two, second.prompts) == second.tokens, "the other is not touched"
         assert len(reader_threads()) == 4
 
@@ -52,20 +52,20 @@ def test_two_models_with_interleaved_passes(families: tuple[str, str], cases: Ca
 def test_threads_that_share_a_model_get_the_right_tokens(cases: Cases) -> None:
     case = cases["qwen3_moe"]
     expected = [generate(case.reference, [prompt]) for prompt in case.prompts]
-    found: dict[int, list[Any]] = {0: [], 1: []}
+    actual: dict[int, list[Any]] = {0: [], 1: []}
     with loaded(case.store, segments=4) as model:
 
         def work(i: int) -> None:
             for _ in range(2):
-                found[i].append(generate(model, [case.prompts[i]]))
+                actual[i].append(generate(model, [case.prompts[i]]))
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in found]
+        threads = [threading.Thread(target=work, args=(i,)) for i in actual]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert_streamed(model)
-    assert found == {i: [expected[i]] * 2 for i in found}
+    assert actual == {i: [expected[i]] * 2 for i in actual}
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------
@@ -162,8 +162,8 @@ def test_a_load_that_cannot_work_says_what_is_accepted_and_leaves_nothing(
     assert set(threading.enumerate()) <= before and not open_files(store)
 
 
-def test_a_file_that_is_gone_leaves_no_other_open(own: tuple[Case, Path]) -> None:
-    _, folder = own
+def test_a_file_that_is_gone_leaves_no_other_open(copied: tuple[Case, Path]) -> None:
+    _, folder = copied
     store = PackedStore.open(folder)
     geometry = store.geometry()
     store.extents[geometry.num_layers - 1][0].unlink()
@@ -217,9 +217,9 @@ def exit_code_of_a_child(run: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize("system", ["lru", "fmoe"])
-def test_a_forked_child_neither_runs_nor_hangs_nor_writes(system: str, own: tuple[Case, Path]) -> None:
+def test_a_forked_child_neither_runs_nor_hangs_nor_writes(system: str, copied: tuple[Case, Path]) -> None:
     """Threads do not survive a fork; multiprocessing forks, and a child that exits collects what it was born with."""
-    case, store = own
+    case, store = copied
     maps = store.with_name("store.maps")
     model, _ = expertly.load(str(store), system=system, memory="50%", device="cpu")
     assert generate(model, case.prompts) == case.tokens

@@ -154,7 +154,7 @@ def soak(
         control.check()
     control.counts_agree()
     if not failures:
-        loaded = sum(phase.loaded_nbytes for one in control.counters for phase in (one.decode, one.prefill))
+        loaded = sum(phase.loaded_nbytes for counter in control.counters for phase in (counter.decode, counter.prefill))
         moved = device.stats()
         if kind == "cpu":
             assert moved["disk_nbytes"] == loaded

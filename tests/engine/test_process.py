@@ -197,8 +197,8 @@ print(before - rss_nbytes(), given, bool((again == product).all()), again[0, 0].
 def test_code_that_only_importing_ran_is_given_back_and_products_run_on_this_machine() -> None:
     result = run_python(GIVE_BACK)
     assert result.returncode == 0, result.stderr
-    freed, given, is_same, value = result.stdout.split()
-    assert int(given) > 20 << 20 and int(freed) > int(given) // 2, "it is resident no more"
+    freed, values, is_same, value = result.stdout.split()
+    assert int(values) > 20 << 20 and int(freed) > int(values) // 2, "it is resident no more"
     assert (is_same, value) == ("True", "64.0"), "and what is needed again comes back"
 
 

@@ -44,11 +44,11 @@ def with_workers(store: Any, workers: int = 2, **settings: Any) -> Iterator[Any]
 
 def of_workers(model: Any) -> list[dict[str, Any]]:
     """The statistics of each worker."""
-    return [one for one in expertly.stats(model).as_dict()["devices"] if one["worker"] is not None]
+    return [each for each in expertly.stats(model).as_dict()["devices"] if each["worker"] is not None]
 
 
 def states(model: Any, name: str) -> list[Any]:
-    return [one["worker"][name] for one in of_workers(model)]
+    return [each["worker"][name] for each in of_workers(model)]
 
 
 def until_all_are_back(model: Any, case: Case) -> None:
@@ -71,12 +71,12 @@ WORKERS = {1: ("50%",), 2: ("25%", "50%"), 4: ("100%", "20%", "30%", "20%")}
 
 
 @pytest.mark.parametrize(
-    ("family", "where"), crossed([*SEGMENTS, *reversed(SEGMENTS)], [*product(WORKERS, ("25%", "100%"))])
+    ("family", "place"), crossed([*SEGMENTS, *reversed(SEGMENTS)], [*product(WORKERS, ("25%", "100%"))])
 )
 def test_tokens_and_logits_are_the_reference_also_when_a_worker_dies(
-    family: str, where: tuple[int, str], cases: Cases, monkeypatch: pytest.MonkeyPatch
+    family: str, place: tuple[int, str], cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num, memory = where
+    num, memory = place
     case, num_layers, top_k = cases[family], FAMILIES[family].num_moe_layers, FAMILIES[family].top_k
     settings: dict[str, Any] = {"memory": memory, "segments": SEGMENTS[family], "verify": "never"}
     settings["system"] = {1: "expertly", 2: "static", 4: "lru"}[num]
@@ -85,13 +85,13 @@ def test_tokens_and_logits_are_the_reference_also_when_a_worker_dies(
         assert generate(model, case.prompts) == case.tokens
         torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
         stats = expertly.stats(model).as_dict()
-        assert stats["bytes_loaded"] == stats["bytes_disk"] == sum(one["bytes_loaded"] for one in stats["devices"])
-        assert sum(one["experts"] for one in stats["devices"]) == num_layers * 8
-        for one in of_workers(model):
-            assert one["bytes_loaded"] > 0
-            assert one["decode"]["hits"] + one["decode"]["misses"] > 0 or top_k == 1, "of two prompts, two at a time"
-            assert one["worker"]["bytes_sent"] > 0 and one["worker"]["bytes_received"] > 0
-            assert one["worker"]["alive"] and one["worker"]["call_s"] >= one["worker"]["link_s"] >= 0
+        assert stats["bytes_loaded"] == stats["bytes_disk"] == sum(stat["bytes_loaded"] for stat in stats["devices"])
+        assert sum(stat["experts"] for stat in stats["devices"]) == num_layers * 8
+        for each in of_workers(model):
+            assert each["bytes_loaded"] > 0
+            assert each["decode"]["hits"] + each["decode"]["misses"] > 0 or top_k == 1, "of two prompts, two at a time"
+            assert each["worker"]["bytes_sent"] > 0 and each["worker"]["bytes_received"] > 0
+            assert each["worker"]["alive"] and each["worker"]["call_s"] >= each["worker"]["link_s"] >= 0
         peers[0].can_start, peers[0].before = False, at_layer(5, peers[0].kill)
         assert generate(model, case.prompts) == case.tokens
         torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
@@ -169,7 +169,7 @@ def test_continuous_batching_and_inference_mode(cases: Cases, peers: list[Thread
 def refused(store: Path, match: str, **settings: Any) -> None:
     with pytest.raises(ConfigError, match=match):
         expertly.load(str(store), **({"workers": 2, "device": "cpu", "memory": "50%", "learned": "off"} | settings))
-    assert not reader_threads() and not [one for one in threading.enumerate() if one.name.startswith("worker-")]
+    assert not reader_threads() and not [each for each in threading.enumerate() if each.name.startswith("worker-")]
 
 
 def at_layer(number: int, do: Callable[[], object]) -> Callable[[Kind], None]:
@@ -272,8 +272,8 @@ def test_a_worker_that_fails_is_replaced(
         until_all_are_back(model, case)
 
 
-def test_where_nobody_can_compute_the_request_fails_with_its_cause(own: tuple[Case, Path], peers: Any) -> None:
-    case, store = own
+def test_where_nobody_can_compute_the_request_fails_with_its_cause(copied: tuple[Case, Path], peers: Any) -> None:
+    case, store = copied
     with with_workers(store) as model:
         assert generate(model, case.prompts) == case.tokens
         elsewhere = store.with_name("elsewhere")
@@ -308,17 +308,17 @@ def test_a_layer_that_fails_here_leaves_the_workers_well(
 
 
 def test_a_store_is_the_engines_own_wherever_it_lies(
-    own: tuple[Case, Path], peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    copied: tuple[Case, Path], peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    case, store = own
+    case, store = copied
     original = worker.open_same_store
     pack(make_checkpoint("qwen3_moe", tmp_path / "other", seed=7), tmp_path / "other-store")
-    for folder, told in (
+    for folder, message in (
         (tmp_path / "other-store", r"the store at .*other-store differs from the engine's; copy"),
         (tmp_path / "nowhere" / "s", r"no packed store at .*nowhere/s nor at .*; copy it"),
     ):
         monkeypatch.setattr(worker, "open_same_store", lambda _, facts, folder=folder: original(folder, facts))
-        refused(store, f"workers: w0: StoreError: {told}")
+        refused(store, f"workers: w0: StoreError: {message}")
     shutil.copytree(store, tmp_path / "cache" / "stores" / store.name)
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(worker, "open_same_store", lambda folder, facts: original(Path("/none") / folder.name, facts))
@@ -331,7 +331,7 @@ def test_a_store_is_the_engines_own_wherever_it_lies(
 
 @pytest.mark.usefixtures("peers")
 def test_what_cannot_work_is_refused(cases: Cases) -> None:
-    for told, settings in (
+    for message, settings in (
         (r"workers: w0: BudgetError: memory=\d+ bytes: below the staging", {"worker_memory": 1000}),
         (r"worker_memory='much'", {"worker_memory": "much"}),
         (
@@ -341,7 +341,7 @@ def test_what_cannot_work_is_refused(cases: Cases) -> None:
         ("workers: 8, but a layer has 8 experts; accepted: at most 7", {"workers": 8}),
         ("system='fmoe': it predicts; accepted with workers: one that does not", {"system": "fmoe"}),
     ):
-        refused(cases["qwen3_moe"].store, told, **settings)
+        refused(cases["qwen3_moe"].store, message, **settings)
     with pytest.raises(ConfigError, match="only with the option `workers`"):
         expertly.load(str(cases["qwen3_moe"].store), worker_memory="50%")
     with ExitStack() as opened, pytest.raises(ConfigError, match="share this machine's; accepted: an amount"):
@@ -355,9 +355,9 @@ def test_shares_follow_memory(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> 
     """Where memory does not hold everything, each has experts in proportion to it; where it does, all have as many."""
     put_in_threads(monkeypatch, "10%", "40%")
     with loaded(cases["qwen3_moe"].store, workers=2, memory="20%", segments=4) as model:
-        experts = [one["experts"] for one in expertly.stats(model).as_dict()["devices"]]
+        experts = [each["experts"] for each in expertly.stats(model).as_dict()["devices"]]
         assert experts == [7, 3, 14]
         assert "2 workers compute 70.8% of the experts" in expertly.stats(model).memory_reason
     put_in_threads(monkeypatch, "90%", "90%")
     with loaded(cases["qwen3_moe"].store, workers=2, memory="60%") as model:
-        assert [one["experts"] for one in expertly.stats(model).as_dict()["devices"]] == [8, 8, 8]
+        assert [each["experts"] for each in expertly.stats(model).as_dict()["devices"]] == [8, 8, 8]

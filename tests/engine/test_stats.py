@@ -76,13 +76,13 @@ def test_bytes_loaded_are_the_bytes_read_from_the_files(
 
 
 @pytest.mark.parametrize(
-    ("family", "where"),
+    ("family", "place"),
     [("qwen3_moe", {}), ("switch_transformers", {}), ("qwen3_moe", {"workers": 1, "worker_memory": "40%"})],
 )
 @pytest.mark.usefixtures("peers")
-def test_layers_sum_to_the_totals_and_json_takes_them(family: str, where: dict[str, Any], cases: Cases) -> None:
+def test_layers_sum_to_the_totals_and_json_takes_them(family: str, place: dict[str, Any], cases: Cases) -> None:
     case = cases[family]
-    with loaded(case.store, segments=4, memory="40%", **where) as model:
+    with loaded(case.store, segments=4, memory="40%", **place) as model:
         generate(model, case.prompts)
         stats = expertly.stats(model)
         result = json.loads(json.dumps(stats.as_dict(), allow_nan=False))
@@ -92,15 +92,15 @@ def test_layers_sum_to_the_totals_and_json_takes_them(family: str, where: dict[s
                 total = sum(layer[phase][name] for layer in result["layers"])
                 assert result["phases"][phase][name] == pytest.approx(total, rel=1e-9), (phase, name)
             for part in [result["phases"], *result["layers"]]:
-                one = part[phase]
-                assert 0 <= one["stall_s"] <= one["experts_s"]
-                assert one["compute_s"] == pytest.approx(one["experts_s"] - one["stall_s"])
-        assert result["bytes_loaded"] == sum(one["bytes_loaded"] for one in result["phases"].values())
-        assert result["stall_s"] == pytest.approx(sum(one["stall_s"] for one in result["phases"].values()))
+                item = part[phase]
+                assert 0 <= item["stall_s"] <= item["experts_s"]
+                assert item["compute_s"] == pytest.approx(item["experts_s"] - item["stall_s"])
+        assert result["bytes_loaded"] == sum(each["bytes_loaded"] for each in result["phases"].values())
+        assert result["stall_s"] == pytest.approx(sum(each["stall_s"] for each in result["phases"].values()))
         most = 0.4 * len(result["devices"]) * result["expert_bytes"]
         assert result["kept_bytes"] + result["ring_bytes"] == result["memory_bytes"] <= most
-        for one in result["devices"]:
-            assert 0 < one["resident_bytes"] <= one["kept_bytes"] < one["memory_bytes"]
+        for each in result["devices"]:
+            assert 0 < each["resident_bytes"] <= each["kept_bytes"] < each["memory_bytes"]
 
 
 def test_times_of_an_accelerator_are_its_own(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,8 +106,8 @@ def test_loads_and_prefetches_bypass_the_page_cache_where_they_can(on_disk: OnDi
         wanted = [span(expert) for expert in (6, 1, 4, 0, 2, 7)]
         begin(wanted)
         assert sorted(on_disk.readers.wait() for _ in wanted) == sorted(wanted)
-        for one in wanted:
-            assert bytes(on_disk.slot(one)) == bytes([1 + one.expert]) * on_disk.nbytes
+        for each in wanted:
+            assert bytes(on_disk.slot(each)) == bytes([1 + each.expert]) * on_disk.nbytes
         assert on_disk.readers.poll() is None
     assert on_disk.readers.stats() == {"disk_nbytes": 18 * on_disk.nbytes, "buffered_nbytes": 0}
     on_disk.memory = memoryview(mmap.mmap(-1, on_disk.num_experts * on_disk.nbytes + 64))[64:]
@@ -246,7 +246,7 @@ def test_of_small_spans_as_many_as_readers_are_under_way(make: MakeBench) -> Non
     bench.wait(2)
     assert {read[1] for read in bench.disk.until_begun(7)[5:]} == {20, 21}, "nothing else begins beside loads"
     bench.disk.let_all_end()
-    assert {one.expert for one in bench.wait(5)} == {20, 21, 5, 6, 7}
+    assert {each.expert for each in bench.wait(5)} == {20, 21, 5, 6, 7}
     assert {read[1] for read in bench.disk.begun[5:7]} == {20, 21}
 
 
@@ -305,7 +305,7 @@ def test_drain_drops_what_has_not_begun(make: MakeBench) -> None:
     assert bench.readers.stats()["disk_nbytes"] == LARGE
     bench.readers.prefetch([span(3)])
     bench.readers.submit([span(4)])
-    assert {one.expert for one in bench.wait(2)} == {3, 4}, "and it goes on"
+    assert {each.expert for each in bench.wait(2)} == {3, 4}, "and it goes on"
 
 
 def test_close_ends_with_work_queued(make: MakeBench) -> None:
@@ -362,9 +362,9 @@ def test_soak(expert_nbytes: int, make: MakeBench) -> None:
             (readers.prefetch if is_prefetch else readers.submit)(spans)
         elif chance < 0.55:
             layer = dice.randrange(3)
-            for one in readers.cancel(layer):
-                assert in_flight[one] and one.layer == layer
-                end(one, "cancelled")
+            for item in readers.cancel(layer):
+                assert in_flight[item] and item.layer == layer
+                end(item, "cancelled")
         elif chance < 0.9 and in_flight:
             end(readers.wait(), "arrived")
         elif chance < 0.99:
@@ -372,8 +372,8 @@ def test_soak(expert_nbytes: int, make: MakeBench) -> None:
                 end(polled, "arrived")
         else:
             readers.drain()
-            for one in list(in_flight):
-                end(one, "dropped")
+            for each in list(in_flight):
+                end(each, "dropped")
         assert readers.num_in_flight == len(in_flight)
     while in_flight:
         end(readers.wait(), "arrived")

@@ -28,12 +28,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def workers_of(model: Any) -> list[dict[str, Any]]:
-    return [one["worker"] for one in expertly.stats(model).as_dict()["devices"] if one["worker"] is not None]
+    return [each["worker"] for each in expertly.stats(model).as_dict()["devices"] if each["worker"] is not None]
 
 
 def until_all_are_back(model: Any, case: Case) -> None:
     deadline = time.monotonic() + 120
-    while not all(one["alive"] for one in workers_of(model)):
+    while not all(each["alive"] for each in workers_of(model)):
         assert time.monotonic() < deadline
         assert generate(model, case.prompts) == case.tokens
         time.sleep(0.2)
@@ -87,9 +87,9 @@ def test_processes_that_are_killed_and_stopped(
         assert workers_of(model)[0]["problem"] != "no answer within its deadline", (
             "a closed connection is death at once"
         )
-        assert [one.levelname for one in caplog.records if f"worker {device['device']} was lost" in one.message] == [
-            "WARNING"
-        ]
+        assert [
+            record.levelname for record in caplog.records if f"worker {device['device']} was lost" in record.message
+        ] == ["WARNING"]
         assert workers_of(model)[0]["drops"] == 1
         until_all_are_back(model, case)
         (again,) = workers_of(model)

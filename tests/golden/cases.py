@@ -43,14 +43,14 @@ def write_cases(file: str, cases: Mapping[str, Case], folder: Path = FOLDER) -> 
     (folder / file).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def differences(recorded: Mapping[str, Case], found: Mapping[str, Case]) -> list[str]:
+def differences(recorded: Mapping[str, Case], now_counted: Mapping[str, Case]) -> list[str]:
     """A line for each field of each case that is not what was recorded; none where all are equal."""
     lines = []
-    for name in dict.fromkeys([*recorded, *found]):
-        if name not in found or name not in recorded:
-            lines.append(f"{name}: " + ("was not recorded" if name in found else "did not run"))
+    for name in dict.fromkeys([*recorded, *now_counted]):
+        if name not in now_counted or name not in recorded:
+            lines.append(f"{name}: " + ("was not recorded" if name in now_counted else "did not run"))
             continue
-        before, now = recorded[name], found[name]
+        before, now = recorded[name], now_counted[name]
         for field in dict.fromkeys([*before, *now]):
             if before.get(field) != now.get(field):
                 lines.append(f"{name}: {field}: recorded {before.get(field)}, now {now.get(field)}")

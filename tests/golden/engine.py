@@ -50,8 +50,8 @@ def make_transfers_instant(model: Any) -> None:
     def finish(ask: Callable[[list[Any]], None], spans: Iterable[Any]) -> None:
         asked = list(spans)
         ask(asked)
-        found = {wait() for _ in asked}
-        assert found == set(asked)
+        result = {wait() for _ in asked}
+        assert result == set(asked)
         arrived.extend(asked)
 
     device.submit = partial(finish, submit)

@@ -86,15 +86,15 @@ def test_what_is_no_model_for_us_is_refused(
 
 
 def test_more_memory_hits_more_and_is_faster(needs: ModelNeeds) -> None:
-    found = of(needs)
-    assert [speed.share for speed in found.speeds] == [0.05, 0.1, 0.25, 0.5, 0.75, 1.0]
-    for less, more in zip(found.speeds, found.speeds[1:], strict=False):
+    result = of(needs)
+    assert [speed.share for speed in result.speeds] == [0.05, 0.1, 0.25, 0.5, 0.75, 1.0]
+    for less, more in zip(result.speeds, result.speeds[1:], strict=False):
         assert all(a < b for a, b in zip(less.tokens_per_s, more.tokens_per_s, strict=True))
         assert all(a < b for a, b in zip(less.hit_rate, more.hit_rate, strict=True))
-    quarter = found.speeds[2]
+    quarter = result.speeds[2]
     assert quarter.hit_rate == (0.476, 0.617), "of a family that was not recorded: from the worst to the best of all"
-    assert found.fitting_share == 1.0 and all(speed.fits for speed in found.speeds)
-    assert found.command == "expertly run demo"
+    assert result.fitting_share == 1.0 and all(speed.fits for speed in result.speeds)
+    assert result.command == "expertly run demo"
 
 
 def test_experts_in_a_format_are_as_fast_as_it_is_decoded(needs: ModelNeeds, monkeypatch: pytest.MonkeyPatch) -> None:

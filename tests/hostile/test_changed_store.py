@@ -213,8 +213,8 @@ def test_what_changes_while_a_model_is_loaded_is_told(file: str, store: Path, mo
         made(*args, **named)
 
     monkeypatch.setattr(Engine, "__init__", change_first)
-    told = rf"{file}: was written to while|{file}.*bytes at the end|cannot be read"
-    with pytest.raises(ExpertlyError, match=told), loaded(store):
+    message = rf"{file}: was written to while|{file}.*bytes at the end|cannot be read"
+    with pytest.raises(ExpertlyError, match=message), loaded(store):
         pass
 
 

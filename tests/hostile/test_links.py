@@ -27,12 +27,12 @@ Seen = dict[str, tuple[int, str | bytes]]
 
 def seen(folder: Path) -> Seen:
     """All that is below a folder, no link followed: kinds, targets of links, bytes of files."""
-    found: Seen = {}
+    result: Seen = {}
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
         content: str | bytes = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else ""
-        found[str(path.relative_to(folder))] = mode, content
-    return found
+        result[str(path.relative_to(folder))] = mode, content
+    return result
 
 
 def make_precious(folder: Path) -> Path:

@@ -193,7 +193,7 @@ def read_experts(store: PackedStore, layer: int) -> torch.Tensor:
     if not shape.format:
         return experts
     form, blocks = expert_format(shape.format), experts.reshape(shape.num_experts, -1, shape.block_nbytes)
-    weights = torch.stack([form.decode(one, shape.num_matrices, shape.hidden_size) for one in blocks])
+    weights = torch.stack([form.decode(block, shape.num_matrices, shape.hidden_size) for block in blocks])
     return weights.to(getattr(torch, store.manifest.dtype))
 
 

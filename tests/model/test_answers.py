@@ -23,13 +23,13 @@ WRONG = "<tool_call>no JSON</tool_call>"
 
 def joined(parts: list[AnswerPart]) -> list[list[str]]:
     """Kinds and texts; neighbours of a kind as one, except calls."""
-    found: list[list[str]] = []
+    result: list[list[str]] = []
     for part in parts:
-        if found and found[-1][0] == part.kind != "call":
-            found[-1][1] += part.text
+        if result and result[-1][0] == part.kind != "call":
+            result[-1][1] += part.text
         else:
-            found.append([part.kind, part.text])
-    return found
+            result.append([part.kind, part.text])
+    return result
 
 
 def read(form: AnswerFormat, text: str, prompt: str = "", tools: Any = TOOLS, **how: bool) -> list[list[str]]:
@@ -50,11 +50,11 @@ def read(form: AnswerFormat, text: str, prompt: str = "", tools: Any = TOOLS, **
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_each_family_is_found_by_its_template_or_vocabulary_and_its_answers_are_read(family: Family) -> None:
-    found = format_of(family.template, ())
-    assert found in FORMATS and (found is not HERMES) == (family.name != "qwen3")
+    result = format_of(family.template, ())
+    assert result in FORMATS and (result is not HERMES) == (family.name != "qwen3")
     if family.name not in ("qwen3-coder", "deepseek-v3", "deepseek-v3.2", "minimax-m2"):  # one of another template
-        assert format_of("{{ tools }}", {*family.special, *family.plain}) is found
-    form = AnswerFormat(None, found)
+        assert format_of("{{ tools }}", {*family.special, *family.plain}) is result
+    form = AnswerFormat(None, result)
     can_think, prompt = "reasoning" in family.answer, "<think>" if family.name == "deepseek-v3.1" else ""
     calls = [("get-weather", ARGUMENTS), ("clock", {})]
     said = {"content": "I look."} if family.name != "llama-3" else {}
@@ -62,8 +62,8 @@ def test_each_family_is_found_by_its_template_or_vocabulary_and_its_answers_are_
     for is_whole in (False, True):
         got = read(form, family.written(calls=calls, **said, **thought), prompt, is_whole=is_whole)
         head = [["reasoning", "Oslo is far."]] * can_think + [["content", "I look."]] * bool(said)
-        told = [[kind, text.strip()] for kind, text in got]
-        assert told[: len(head)] == head
+        message = [[kind, text.strip()] for kind, text in got]
+        assert message[: len(head)] == head
         assert [text for kind, text in got if kind == "call"] == ["get-weather", "clock"]
         arguments = [json.loads(text) for kind, text in got if kind == "arguments"]
         assert arguments == [ARGUMENTS, {}]
@@ -119,7 +119,7 @@ def test_reasoning_that_the_prompt_begins_or_ends(prompt: str, text: str, expect
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "streamed"),
     [
         ('{"city": oops}}</tool_call> and more', '{"city": oops}and more'),
         ('{"city": "Oslo"', '{"city": "Oslo"'),
@@ -127,10 +127,10 @@ def test_reasoning_that_the_prompt_begins_or_ends(prompt: str, text: str, expect
         ('{"city": "Oslo"}} or not</tool_call>', '{"city": "Oslo"}} or not</tool_call>'),
     ],
 )
-def test_a_whole_answer_has_no_wrong_call_and_a_stream_loses_none_of_its_text(arguments: str, told: str) -> None:
+def test_a_whole_answer_has_no_wrong_call_and_a_stream_loses_none_of_its_text(arguments: str, streamed: str) -> None:
     text = '<tool_call>{"name": "clock", "arguments": ' + arguments
     assert read(AnswerFormat(), text, is_whole=True) == [["content", text]]
-    assert "".join(part[1] for part in read(AnswerFormat(), text)) == "clock" + told
+    assert "".join(part[1] for part in read(AnswerFormat(), text)) == "clock" + streamed
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -18,13 +18,13 @@ from tests.model.conftest import Toys
 
 def test_tokens_that_are_none_of_the_models_are_named() -> None:
     check_tokens([0, 9], 10)
-    for tokens, told in (([], "gives no token"), ([3, -1], "token -1; accepted: 0 to 9"), ([10, 2], "token 10; ")):
-        with pytest.raises(ConfigError, match=f"^prompt: {told}"):
+    for tokens, message in (([], "gives no token"), ([3, -1], "token -1; accepted: 0 to 9"), ([10, 2], "token 10; ")):
+        with pytest.raises(ConfigError, match=f"^prompt: {message}"):
             check_tokens(tokens, 10)
 
 
 @pytest.mark.parametrize(
-    ("own", "asked", "expected"),  # temperature, top_p, top_k; what is not asked for is the model's own
+    ("of_model", "asked", "expected"),  # temperature, top_p, top_k; what is not asked for is the model's of_model
     [
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": -1}, (None, None), (True, 0.6, 0.9, 0)),
         ({"do_sample": True, "temperature": 0.0, "top_k": 5}, (None, None), (False, None, None, None)),
@@ -33,9 +33,9 @@ def test_tokens_that_are_none_of_the_models_are_named() -> None:
     ],
 )
 def test_tokens_are_chosen_as_was_asked(
-    own: dict[str, Any], asked: tuple[float | None, float | None], expected: tuple[Any, ...]
+    of_model: dict[str, Any], asked: tuple[float | None, float | None], expected: tuple[Any, ...]
 ) -> None:
-    model = SimpleNamespace(generation_config=GenerationConfig(**own, num_beams=3, eos_token_id=[7, 8]))
+    model = SimpleNamespace(generation_config=GenerationConfig(**of_model, num_beams=3, eos_token_id=[7, 8]))
     made = generation_config(model, 12, *asked)
     assert (made.do_sample, made.temperature, made.top_p, made.top_k) == expected
     assert (made.max_new_tokens, made.num_beams, made.pad_token_id) == (12, 1, 7)

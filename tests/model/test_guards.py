@@ -29,7 +29,7 @@ def test_writing_it_is_refused(model: Model, tmp_path: Any) -> None:
         model.save_pretrained(tmp_path / "saved")
     with pytest.raises(ModelUseError, match="without them"):
         model.push_to_hub("nobody/nothing")
-    for write in (pickle.dumps, lambda one: torch.save(one, io.BytesIO()), copy.copy, copy.deepcopy):
+    for write in (pickle.dumps, lambda value: torch.save(value, io.BytesIO()), copy.copy, copy.deepcopy):
         with pytest.raises(ModelUseError, match="copying and pickling"):
             write(model)
     assert not (tmp_path / "saved").exists()

@@ -202,10 +202,10 @@ Change = Callable[[torch.Tensor], torch.Tensor | None]
 @pytest.mark.parametrize(
     ("part", "changed", "message"),
     [
-        ("layers.2.mlp.experts", lambda one: None, r"no tensor for model\.layers\.2\.mlp\.experts\.gate_up_proj"),
-        (".up_proj", lambda one: one[:, :-1], r"cannot be made into model\.layers\.0\.mlp\.experts\.gate_up_proj"),
-        ("experts", lambda one: one.to(torch.int8), r"experts\.0\.gate_proj\.weight': dtype='I8': .* must be BF16"),
-        ("lm_head.weight", lambda one: one[:-1], r"'lm_head\.weight': .*\[127, 32\].* config\.json .*\[128, 32\]"),
+        ("layers.2.mlp.experts", lambda value: None, r"no tensor for model\.layers\.2\.mlp\.experts\.gate_up_proj"),
+        (".up_proj", lambda value: value[:, :-1], r"cannot be made into model\.layers\.0\.mlp\.experts\.gate_up_proj"),
+        ("experts", lambda value: value.to(torch.int8), r"experts\.0\.gate_proj\.weight': dtype='I8': .* must be BF16"),
+        ("lm_head.weight", lambda value: value[:-1], r"'lm_head\.weight': .*\[127, 32\].* config\.json .*\[128, 32\]"),
     ],
 )
 def test_a_tensor_that_is_not_as_it_should_be_is_named(source: Path, part: str, changed: Change, message: str) -> None:

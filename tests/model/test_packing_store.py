@@ -104,10 +104,10 @@ def test_a_copy_shares_the_store_if_it_keeps_times_and_else_has_its_own(tmp_path
     source = Path(shutil.copytree(large, tmp_path / "copy"))  # as cp -a
     assert pack_cached(source, cache_dir=tmp_path).folder == store.folder
     (source / "model.safetensors").touch()
-    own = pack_cached(source, cache_dir=tmp_path)
-    assert own.folder != store.folder
-    for one, folder in ((large, store.folder), (source, own.folder)):
-        again = pack_cached(one, cache_dir=tmp_path, progress=lambda *now: pytest.fail("packed again"))
+    mine = pack_cached(source, cache_dir=tmp_path)
+    assert mine.folder != store.folder
+    for each, folder in ((large, store.folder), (source, mine.folder)):
+        again = pack_cached(each, cache_dir=tmp_path, progress=lambda *now: pytest.fail("packed again"))
         assert again.folder == folder
     assert {entry.problem for entry in list_entries(tmp_path)} == {None}
 
@@ -140,8 +140,8 @@ def test_folders_of_the_same_weights_keep_their_small_files_apart(
     "model", ["./absent", "/absent/model", "a/b/c", "", "~/absent", "no spaces allowed", "-x-", "someone/something"]
 )
 def test_what_is_no_model_is_named(model: str) -> None:
-    why = " here, and the hub cannot be" if model == "someone/something" else ""
-    with pytest.raises(CheckpointError, match=rf"model={model!r}: no such folder{why}"):
+    reason = " here, and the hub cannot be" if model == "someone/something" else ""
+    with pytest.raises(CheckpointError, match=rf"model={model!r}: no such folder{reason}"):
         pack_cached(model)
 
 

@@ -30,7 +30,7 @@ def record(toy: Toy, run: Callable[[Any], Any], wants_token_ids: bool = False) -
 
 def summary(iterations: list[Iteration]) -> list[tuple[str, int, int, int]]:
     """(phase, rows, pads, requests) of each."""
-    infos = [one.info for one in iterations]
+    infos = [iteration.info for iteration in iterations]
     pads = [0 if info.is_pad is None else int(info.is_pad.sum()) for info in infos]
     return [(info.phase, len(info.is_prefill), num, info.num_requests) for info, num in zip(infos, pads, strict=True)]
 
@@ -44,9 +44,9 @@ def test_generate_is_one_prefill_and_then_decode(family: str, toys: Toys) -> Non
     assert seen[0].info.is_pad is not None
     assert seen[0].info.is_pad.tolist() == [False] * 9 + [True] * 3 + [False] * 6
     layers = range(len(toy.manifest.layers))
-    for one in seen:
-        assert one.ok and one.info.token_ids is None and one.info.sequences is None, "nobody asked"
-        assert one.layer_rows == [(layer, len(one.info.is_prefill)) for layer in layers]
+    for each in seen:
+        assert each.ok and each.info.token_ids is None and each.info.sequences is None, "nobody asked"
+        assert each.layer_rows == [(layer, len(each.info.is_prefill)) for layer in layers]
 
 
 def test_encoder_is_prefill_and_the_decoder_decodes(toys: Toys) -> None:
@@ -54,7 +54,7 @@ def test_encoder_is_prefill_and_the_decoder_decodes(toys: Toys) -> None:
     seen = record(toy, lambda model: generate(model, make_prompts(2, length=9), max_new_tokens=3))
     assert summary(seen) == [("prefill", 18, 3, 2), *[("decode", 2, 0, 2)] * 3]
     assert seen[0].layer_rows == [(0, 18), (1, 18)]
-    assert all(one.layer_rows == [(2, 2), (3, 2)] for one in seen[1:])
+    assert all(each.layer_rows == [(2, 2), (3, 2)] for each in seen[1:])
     seen = record(toy, lambda model: logits_of(model, make_prompts(1, length=5)))
     assert summary(seen) == [("prefill", 5, 0, 1), ("prefill", 5, 0, 1)]
 
@@ -106,7 +106,7 @@ def test_packed_sequences_with_a_phase_each() -> None:
 
 def told(toy: Toy, run: Callable[[Any], Any]) -> list[tuple[list[int] | None, list[int], range | None]]:
     """(token ids, sequences, layers) of each pass."""
-    infos = [one.info for one in record(toy, run, wants_token_ids=True)]
+    infos = [each.info for each in record(toy, run, wants_token_ids=True)]
     assert all(info.sequences is not None for info in infos)
     return [
         (None if info.token_ids is None else info.token_ids.tolist(), info.sequences.tolist(), info.layers)  # type: ignore[union-attr]

@@ -100,7 +100,7 @@ CHAT = b"""{"messages": [{"role": "system", "content": "be brief"}, {"role": "us
 
 
 def given(path: Path, tokenizer: Tokenizer, **how: object) -> list[str]:
-    return ["".join(map(chr, one.tokens)) for one in asked(read_prompts(str(path)), tokenizer, **how)[0]]
+    return ["".join(map(chr, each.tokens)) for each in asked(read_prompts(str(path)), tokenizer, **how)[0]]
 
 
 def test_chats_and_prompts_are_put_by_the_models_template(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_without_a_template_and_raw_a_prompt_is_text(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "one"}\n{"prompt": "a longer one"}\n')
     assert given(path, Tokenizer(None)) == given(path, Tokenizer("any"), is_raw=True) == ["one", "a longer one"]
-    found, left_out = asked(read_prompts(str(path)), Tokenizer(None), most=5)
-    assert [one.prompt.text for one in found] == ["one"]
+    result, left_out = asked(read_prompts(str(path)), Tokenizer(None), most=5)
+    assert [each.prompt.text for each in result] == ["one"]
     assert left_out == ["the prompt in line 2 has 12 tokens; the model takes at most 5"]
     with pytest.raises(ConfigError, match="has no tokenizer"):
         asked(read_prompts(str(path)), None)

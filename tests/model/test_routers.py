@@ -80,7 +80,7 @@ def test_every_family_has_routers_that_explain_what_the_experts_received(family:
             assert torch.equal(scores.topk(top_k).indices.sort().values, choice.sort().values)
         if family != "phimoe":  # whose weights are neither a softmax nor a sigmoid of its scores
             chosen = scores.gather(-1, choice)
-            shares = [one / one.sum(-1, keepdim=True) for one in (chosen, weights)]
+            shares = [each / each.sum(-1, keepdim=True) for each in (chosen, weights)]
             torch.testing.assert_close(*shares, rtol=1e-4, atol=1e-4)
 
 

@@ -102,5 +102,5 @@ def test_bytes_of_the_dense_part_by_hand(family: str, toys: Toys) -> None:
         first = blocks.pop(0)
         rest += sum(size for name, size in nbytes.items() if name.startswith(first))
     in_blocks = sum(size for name, size in nbytes.items() if name.startswith(tuple(blocks)))
-    found = dense_shape(toy.model)
-    assert (found.layer_nbytes, found.head_nbytes) == (in_blocks // len(blocks), rest)
+    result = dense_shape(toy.model)
+    assert (result.layer_nbytes, result.head_nbytes) == (in_blocks // len(blocks), rest)

@@ -32,12 +32,12 @@ def of_words(tokens: list[int]) -> str:
 def test_whole_characters_are_written_as_they_come(
     decode: Callable[[list[int]], str], tokens: list[int], written: list[str]
 ) -> None:
-    found, clock = list[str](), iter(range(100))
-    streamer = TextStreamer(decode, found.append, lambda: next(clock))
+    result, clock = list[str](), iter(range(100))
+    streamer = TextStreamer(decode, result.append, lambda: next(clock))
     for some in ([1, 2, 3], *([token] for token in tokens)):  # the prompt first
         streamer.put(torch.tensor([some]))
     streamer.end()
-    assert found == written
+    assert result == written
     assert (streamer.tokens, streamer.times_ns) == (tokens, list(range(len(tokens))))
 
 
@@ -46,9 +46,9 @@ def test_what_is_no_character_is_not_held_for_ever() -> None:
     tokens = [*b"ab", *[0x9F] * 30, *"漢".encode()]
     decoder = Decoder(of_bytes)
     held = 0
-    told = ""
+    message = ""
     for number, token in enumerate(tokens, 1):
-        told += decoder.add([token])
-        held = max(held, len(of_bytes(tokens[:number])) - len(told))
+        message += decoder.add([token])
+        held = max(held, len(of_bytes(tokens[:number])) - len(message))
     assert held <= 10
-    assert told + decoder.end() == of_bytes(tokens)
+    assert message + decoder.end() == of_bytes(tokens)

@@ -28,10 +28,10 @@ class Some(PolicyOptions):
 
 
 def test_every_kind_of_field_has_its_default_or_what_was_given() -> None:
-    given = {"is_on": "yes", "count": "-7", "share": "1e-1", "kind": "top-k", "width": "4", "text": "b c"}
-    found = parse_options(Some, given | {"file": "~/x.bin"}, "x")
-    assert found == Some(True, -7, 0.1, 0.5, "top-k", 4, "b c", Path("~/x.bin"))
-    assert option_text(found.file) == "~/x.bin"
+    values = {"is_on": "yes", "count": "-7", "share": "1e-1", "kind": "top-k", "width": "4", "text": "b c"}
+    result = parse_options(Some, values | {"file": "~/x.bin"}, "x")
+    assert result == Some(True, -7, 0.1, 0.5, "top-k", 4, "b c", Path("~/x.bin"))
+    assert option_text(result.file) == "~/x.bin"
     assert parse_options(Some, {}, "x") == Some()
 
 

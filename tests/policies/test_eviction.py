@@ -109,11 +109,11 @@ def test_fmoe_is_the_papers_formula() -> None:
 
 def priorities(likely: np.ndarray) -> list[float]:
     """Algorithm 1, lines 11 and 12, an expert at a time."""
-    found = []
+    result = []
     for layer, row in enumerate(likely):
         total = row.sum() or EPSILON
-        found += [(p + EPSILON) * (1 - layer / len(likely)) / total for p in row]
-    return found
+        result += [(p + EPSILON) * (1 - layer / len(likely)) / total for p in row]
+    return result
 
 
 def test_eam_is_algorithm_1() -> None:
@@ -168,11 +168,11 @@ def test_static_pins_the_most_popular_of_a_profile(
 
 def test_options_reach_the_policy() -> None:
     """With rho 1/4 a priority halves in 64 tokens, with rho 1/2 and omega 1 in one."""
-    found = []
-    for given in ({}, {"rho": "0.5", "omega": "1"}):
-        policy = EVICTIONS["lcp"].make(SHAPE, 4, given=given)
+    result = []
+    for values in ({}, {"rho": "0.5", "omega": "1"}):
+        policy = EVICTIONS["lcp"].make(SHAPE, 4, given=values)
         admit(policy, [0, 1])
         policy.used([0], [9], 9)
         policy.used([1], [1], 10)
-        found.append(list(policy.victims(())))
-    assert found == [[1, 0], [0, 1]]
+        result.append(list(policy.victims(())))
+    assert result == [[1, 0], [0, 1]]

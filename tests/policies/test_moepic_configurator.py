@@ -32,10 +32,10 @@ def routing(seed: int, tokens: int, experts: int, top_k: int, noise: float) -> t
     """Needed experts [T, K], Zipf and in part those of the token before, and predicted scores [T, E] with noise."""
     dice = np.random.default_rng(seed)
     popularity = -dice.uniform(0.3, 1.5) * np.log(1.0 + dice.permutation(experts))
-    own, needed, predicted = dice.gumbel(size=experts), [], []
+    mine, needed, predicted = dice.gumbel(size=experts), [], []
     for _ in range(tokens):
-        own = np.where(dice.random(experts) < 0.3, dice.gumbel(size=experts), own)
-        logits = popularity + own
+        mine = np.where(dice.random(experts) < 0.3, dice.gumbel(size=experts), mine)
+        logits = popularity + mine
         needed.append(np.argsort(-logits, kind="stable")[:top_k])
         scores = np.exp(logits + noise * dice.standard_normal(experts))
         predicted.append((scores / scores.sum()).astype(np.float32))

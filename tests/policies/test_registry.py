@@ -33,7 +33,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def numbers(**built_in: int) -> Registry[int]:
-    return Registry("number", "expertly.test.numbers", built_in, lambda one: isinstance(one, int), "a number")
+    return Registry("number", "expertly.test.numbers", built_in, lambda value: isinstance(value, int), "a number")
 
 
 def give(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> list[str]:
@@ -50,35 +50,35 @@ def give(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> list[str
 
 def test_names_that_ship_need_no_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = give(monkeypatch)
-    found = numbers(one=1, two=2)
-    assert found["one"] == 1 and "two" in found and found.get("one") == 1
+    result = numbers(one=1, two=2)
+    assert result["one"] == 1 and "two" in result and result.get("one") == 1
     assert reads == []
-    assert list(found) == ["one", "two"] and len(found) == 2 and "three" not in found
+    assert list(result) == ["one", "two"] and len(result) == 2 and "three" not in result
     assert reads == ["expertly.test.numbers"], "read once"
     with pytest.raises(KeyError):
-        found["three"]
+        result["three"]
 
 
 def test_entry_points_come_behind_what_ships(monkeypatch: pytest.MonkeyPatch, outside: str) -> None:
     give(monkeypatch, ("seven", f"{outside}:NUMBER"), ("one", f"{outside}:NUMBER"), ("a=b", f"{outside}:NUMBER"))
-    found = numbers(one=1)
-    assert dict(found) == {"one": 1, "seven": 7}
-    assert len(found.problems()) == 2
-    assert "number='a=b'" in found.problems()[0] and "cannot hold blanks" in found.problems()[0]
-    assert "number='one'" in found.problems()[1] and "which is used" in found.problems()[1]
+    result = numbers(one=1)
+    assert dict(result) == {"one": 1, "seven": 7}
+    assert len(result.problems()) == 2
+    assert "number='a=b'" in result.problems()[0] and "cannot hold blanks" in result.problems()[0]
+    assert "number='one'" in result.problems()[1] and "which is used" in result.problems()[1]
 
 
 def test_an_entry_point_that_fails_is_an_error_for_who_asks_for_it(
     monkeypatch: pytest.MonkeyPatch, outside: str
 ) -> None:
     give(monkeypatch, ("lost", "nowhere.to_be:FOUND"), ("text", f"{outside}:TEXT"), ("seven", f"{outside}:NUMBER"))
-    found = numbers(one=1)
-    assert list(found) == ["one", "seven"]
+    result = numbers(one=1)
+    assert list(result) == ["one", "seven"]
     with pytest.raises(ConfigError, match=r"number='lost' \(nowhere.to_be:FOUND of .*cannot be loaded \(ModuleNot"):
-        found["lost"]
+        result["lost"]
     with pytest.raises(ConfigError, match=r"number='text' .*: is of type str; accepted: a number"):
-        "text" in found  # noqa: B015 - asking is enough
-    assert found["seven"] == 7
+        "text" in result  # noqa: B015 - asking is enough
+    assert result["seven"] == 7
 
 
 def test_metadata_that_cannot_be_read_hides_nothing_that_ships(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +86,9 @@ def test_metadata_that_cannot_be_read_hides_nothing_that_ships(monkeypatch: pyte
         raise ValueError("garbage")
 
     monkeypatch.setattr(registry, "entry_points", read)
-    found = numbers(one=1)
-    assert list(found) == ["one"] and "two" not in found
-    assert found.problems() == ["entry points 'expertly.test.numbers': cannot be read (ValueError: garbage)"]
+    result = numbers(one=1)
+    assert list(result) == ["one"] and "two" not in result
+    assert result.problems() == ["entry points 'expertly.test.numbers': cannot be read (ValueError: garbage)"]
 
 
 def test_a_dotted_path_is_imported(outside: str) -> None:

@@ -58,14 +58,14 @@ def told_by_another(num_steps: int, seed: int) -> list[list[list[int]]]:
 
 def ranks(model: ReuseModel, steps: list[list[list[int]]]) -> list[float]:
     """Of what layer 1 needs in the next step: its rank among the values of layer 1 now, 1 the highest, 0 the lowest."""
-    found = []
+    result = []
     for now, step in enumerate(steps[:-1]):
         for layer, experts in enumerate(step):
             model.observe(one_token(layer, experts))
             if layer == 1:
                 rank = values(model, layer).argsort().argsort() / (EXPERTS - 1)
-                found += [rank[expert] for expert in steps[now + 1][1]]
-    return found
+                result += [rank[expert] for expert in steps[now + 1][1]]
+    return result
 
 
 @cache
@@ -82,9 +82,9 @@ def taught() -> ReuseModel:
 
 
 def test_it_learns_from_the_choices_of_an_earlier_layer() -> None:
-    found = _taught()[1]
-    assert np.mean(found[:100]) < 0.6, "nobody knows it at the start"
-    assert np.mean(found[-600:]) > 0.88
+    result = _taught()[1]
+    assert np.mean(result[:100]) < 0.6, "nobody knows it at the start"
+    assert np.mean(result[-600:]) > 0.88
 
 
 def test_every_instruction_set_computes_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def steps(num: int, seed: int) -> list[list[list[int]]]:
     """[step][layer][2 experts]: a topic of 5 steps on average decides from which four experts each layer takes most."""
     dice = random.Random(seed)
     of_topic = [[dice.sample(range(EXPERTS), 4) for _ in range(LAYERS)] for _ in range(6)]
-    found, topic = [], 0
+    result, topic = [], 0
     for _ in range(num):
         if dice.random() < 0.2:
             topic = dice.randrange(6)
@@ -180,8 +180,8 @@ def steps(num: int, seed: int) -> list[list[list[int]]]:
             if dice.random() < 0.3:
                 chosen[1] = dice.choice([e for e in range(EXPERTS) if e != chosen[0]])
             layers.append(chosen)
-        found.append(layers)
-    return found
+        result.append(layers)
+    return result
 
 
 def loads(system: str, routing: list[list[list[int]]], count_from: int, share: float = 0.35) -> int:

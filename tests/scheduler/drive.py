@@ -20,12 +20,12 @@ from tests.scheduler.checked import CheckedScheduler
 
 def control_planes() -> list[str]:
     """A preset of each control plane: where nothing is predicted every other preset runs as one of these does."""
-    found: dict[tuple[str, ...], str] = {}
+    result: dict[tuple[str, ...], str] = {}
     for name in runnable_systems():
-        one = SYSTEMS[name]
-        if not one.keeps_everything:
-            found.setdefault((one.eviction, one.scope, one.allocation, one.admission), name)
-    return list(found.values())
+        each = SYSTEMS[name]
+        if not each.keeps_everything:
+            result.setdefault((each.eviction, each.scope, each.allocation, each.admission), name)
+    return list(result.values())
 
 
 def geometry(layers: int = 2, experts: int = 8, top_k: int = 2, segments: int = 1, width: int = 16) -> Geometry:

@@ -57,7 +57,7 @@ class RandomLink:
         self.ahead += spans
 
     def cancel(self, layer: int) -> list[Span]:
-        gone = [one for one in self.ahead if one.layer == layer]
+        gone = [each for each in self.ahead if each.layer == layer]
         self.ahead = [span for span in self.ahead if span not in gone]
         self.cancelled += gone
         return gone
@@ -82,7 +82,9 @@ class RandomLink:
     def moved_nbytes(self, shape: Geometry) -> int:
         """Bytes that were submitted and not cancelled."""
         signs = ((1, self.submitted), (-1, self.cancelled))
-        return sum(sign * one.num_segments * shape.segment_nbytes(one.layer) for sign, spans in signs for one in spans)
+        return sum(
+            sign * span.num_segments * shape.segment_nbytes(span.layer) for sign, spans in signs for span in spans
+        )
 
     def _begin(self) -> None:
         assert self.demands or self.ahead, "waiting for what nobody brings"
@@ -107,9 +109,9 @@ def nothing_seen() -> Began:
     return Began(np.zeros(1, np.int64), np.zeros(1, np.bool_))
 
 
-def random_router(dice: random.Random, layer: int, one: LayerGeometry, kind: str) -> RouterRan:
-    num = one.top_k if kind == "token" else dice.randint(0 if kind == "mixed" else 1, one.num_experts)
-    experts = dice.sample(range(one.num_experts), num)
+def random_router(dice: random.Random, layer: int, value: LayerGeometry, kind: str) -> RouterRan:
+    num = value.top_k if kind == "token" else dice.randint(0 if kind == "mixed" else 1, value.num_experts)
+    experts = dice.sample(range(value.num_experts), num)
     if kind == "token":
         return RouterRan(layer, experts, [1] * num, [True] * num, 1)
     tokens = [dice.choice([0, 1, 1, 2, 9]) for _ in experts]
@@ -119,7 +121,7 @@ def random_router(dice: random.Random, layer: int, one: LayerGeometry, kind: str
 
 def random_routers(dice: random.Random, num_iterations: int) -> list[RouterRan]:
     kinds = [dice.choice(["token", "token", "token", "prefill", "mixed"]) for _ in range(num_iterations)]
-    return [random_router(dice, layer, one, kind) for kind in kinds for layer, one in enumerate(LAYERS)]
+    return [random_router(dice, layer, each, kind) for kind in kinds for layer, each in enumerate(LAYERS)]
 
 
 class RandomPredictor(Predictor):
@@ -142,13 +144,13 @@ class RandomPredictor(Predictor):
             distance = dice.choice([1, 1, 1, 2, 3, self.shape.num_layers])
             step = min(self.step + distance, len(self.routers) - 1)
             layer = self.routers[step].layer
-            others = list(range(self.shape.layers[layer].num_experts))
-            dice.shuffle(others)
+            rest = list(range(self.shape.layers[layer].num_experts))
+            dice.shuffle(rest)
             right = self.routers[step].experts
             experts = {
                 "right": right,
-                "wrong": [e for e in others if e not in right],
-                "mixed": others[: dice.randint(0, len(others))],
+                "wrong": [e for e in rest if e not in right],
+                "mixed": rest[: dice.randint(0, len(rest))],
             }[dice.choice(["right", "right", "wrong", "mixed"])]
             scores = sorted([dice.random() for _ in experts], reverse=True)
             probabilities = None
@@ -179,8 +181,8 @@ class RandomQuotas(Allocation):
         now, dice = self.now, self.dice
         for _ in range(4):
             layer = dice.randrange(len(now))
-            others = [one for one, c in enumerate(self.shape.size_classes) if c == self.shape.size_classes[layer]]
-            other = dice.choice(others)
+            rest = [each for each, c in enumerate(self.shape.size_classes) if c == self.shape.size_classes[layer]]
+            other = dice.choice(rest)
             most = self.shape.layers[other].num_experts * self.shape.segments_per_expert
             num = dice.randint(0, min(now[layer], most - now[other])) if layer != other else 0
             now[layer] -= num
@@ -204,10 +206,10 @@ class RandomSplits(MoEpic):
         shape, left, dice = self.geometry, list(self._kept_slots), self.dice
         budgets, splits = [0] * shape.num_layers, [LayerSplit(0, 0, 0.0, 0.0)] * shape.num_layers
         for layer in dice.sample(range(shape.num_layers), shape.num_layers):
-            size_class, one = shape.size_classes[layer], shape.layers[layer]
+            size_class, each = shape.size_classes[layer], shape.layers[layer]
             top = dice.randint(1, shape.segments_per_expert)
-            num = dice.randint(0, min(one.num_experts, left[size_class] // top))
-            most = min(left[size_class], one.num_experts * shape.segments_per_expert)
+            num = dice.randint(0, min(each.num_experts, left[size_class] // top))
+            most = min(left[size_class], each.num_experts * shape.segments_per_expert)
             quota = dice.choice([num * top, most])
             left[size_class] -= quota
             budgets[layer], splits[layer] = quota, LayerSplit(num, top if num else 0, 0.0, 0.0)
@@ -293,13 +295,13 @@ def soak(
     happened["cancelled"] += len(link.cancelled)
     control.counts_agree()
     if not failures:
-        phases = [phase for one in control.counters for phase in (one.decode, one.prefill)]
+        phases = [phase for counter in control.counters for phase in (counter.decode, counter.prefill)]
         assert link.moved_nbytes(shape) == sum(phase.loaded_nbytes for phase in phases)
     again: Scheduler = make(Scheduler)
     again.queue.window = control.queue.window
     assert decisions and replay(decisions, again) is None
-    for one, other in zip(control.counters, again.counters, strict=True):
-        assert one.decode == other.decode and one.prefill == other.prefill
+    for each, other in zip(control.counters, again.counters, strict=True):
+        assert each.decode == other.decode and each.prefill == other.prefill
     assert again.cache.quotas == control.cache.quotas and again.cache.tops == control.cache.tops
     return Soaked(control, link, happened)
 

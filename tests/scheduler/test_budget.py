@@ -17,12 +17,12 @@ def test_the_least_budget_works_as_bytes_and_as_the_percentage_said() -> None:
     for shape in (geometry(3, 7, 2, segments=4), geometry(13, 61, 3), geometry(1, 3, 2)):
         with pytest.raises(BudgetError) as caught:
             split_budget(shape, 1)
-        found = re.search(r"is (\d+) bytes \(([\d.]+)% of the experts\)", str(caught.value))
-        assert found is not None
-        split_budget(shape, int(found[1]))
-        split_budget(shape, int(shape.nbytes * float(found[2]) / 100) + 1)
+        result = re.search(r"is (\d+) bytes \(([\d.]+)% of the experts\)", str(caught.value))
+        assert result is not None
+        split_budget(shape, int(result[1]))
+        split_budget(shape, int(shape.nbytes * float(result[2]) / 100) + 1)
         with pytest.raises(BudgetError):
-            split_budget(shape, int(found[1]) - 1)
+            split_budget(shape, int(result[1]) - 1)
 
 
 def test_more_staging_slots_than_segments_are_cut() -> None:

@@ -7,11 +7,11 @@ from expertly.scheduler.counters import LayerCounters, PhaseCounters
 from tests.scheduler.drive import geometry, made, one_token, prediction, run, run_layer, scheduler
 
 
-def count(router: RouterRan, here: dict[int, int]) -> LayerCounters:
-    """Counters after one demand; `here`: segments (of 4, 100 bytes each) of the experts not wholly resident."""
+def count(router: RouterRan, present: dict[int, int]) -> LayerCounters:
+    """Counters after one demand; `present`: segments (of 4, 100 bytes each) of the experts not wholly resident."""
     counters = LayerCounters()
-    missing = [position for position, expert in enumerate(router.experts) if expert in here]
-    counters.count_demand(router, missing, [here[router.experts[i]] for i in missing], 4, 100)
+    missing = [position for position, expert in enumerate(router.experts) if expert in present]
+    counters.count_demand(router, missing, [present[router.experts[i]] for i in missing], 4, 100)
     return counters
 
 

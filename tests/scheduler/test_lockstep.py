@@ -159,8 +159,8 @@ def test_every_decision_is_the_references(
         dice = random.Random(f"{share} {kinds}")
         seen: Counter[tuple[bool, str]] = Counter()
         for step in range(60):
-            for layer, one in enumerate(layers):
-                chosen, tokens, decode = batch(dice, one.num_experts, one.top_k, dice.choice(kinds))
+            for layer, each in enumerate(layers):
+                chosen, tokens, decode = batch(dice, each.num_experts, each.top_k, dice.choice(kinds))
                 ran = run_layer(control, layer, chosen, tokens=tokens, decode=decode, dice=dice)
                 loads = reference.layer(layer, chosen, tokens, decode)
                 assert ran.loaded == loads, f"step {step}"
@@ -172,6 +172,6 @@ def test_every_decision_is_the_references(
                 assert resident(control) == reference.kept, f"step {step}"
             control.check()
         for is_decode, kind in list(seen):
-            phases = [one.decode if is_decode else one.prefill for one in control.counters]
+            phases = [counter.decode if is_decode else counter.prefill for counter in control.counters]
             assert sum(getattr(phase, kind) for phase in phases) == seen[is_decode, kind]
         assert share < 0.5 or (seen[True, "hits"] and seen[True, "misses"]), "both happened"

@@ -83,11 +83,11 @@ class Naive:
             self.arrivals += 1
 
     def void(self, layer: int) -> None:
-        self.queued = [one for one in self.queued if one[2] != layer]
+        self.queued = [each for each in self.queued if each[2] != layer]
 
     def first(self) -> tuple[float, int, int, int] | None:
-        def rank(one: tuple[float, int, int, int]) -> tuple[float, int]:
-            score, arrival, layer, _ = one
+        def rank(value: tuple[float, int, int, int]) -> tuple[float, int]:
+            score, arrival, layer, _ = value
             to_go = (layer - self.now) % LAYERS or LAYERS
             return (-self.priority(score, to_go), arrival)
 

@@ -103,5 +103,5 @@ def test_with_nothing_kept_what_is_prefetched_is_staged(share: float, segments: 
         coming = {*waiting(control), *(unit // segments for unit in control.cache.prefetching)}
         assert held <= coming, "nothing stays between layers but what is prefetched"
     counts = [counters.decode for counters in control.counters]
-    assert sum(one.prefetched_in_time for one in counts), "staging slots are used for what is to come"
-    assert not sum(one.evicted_nbytes for one in counts)
+    assert sum(count.prefetched_in_time for count in counts), "staging slots are used for what is to come"
+    assert not sum(count.evicted_nbytes for count in counts)

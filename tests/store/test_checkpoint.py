@@ -96,7 +96,7 @@ def test_a_garbled_file_is_named(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
-    ("claim", "told"),
+    ("claim", "said"),
     [
         ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000: there are tensors for 256"),
         ({"text_config": {"n_routed_experts": 10**9}}, "text_config.n_routed_experts=1000000000"),
@@ -106,17 +106,17 @@ def test_a_garbled_file_is_named(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_config_that_claims_more_than_there_is_is_refused(
-    tmp_path: Path, claim: dict[str, Any], told: str | None
+    tmp_path: Path, claim: dict[str, Any], said: str | None
 ) -> None:
     """Of 512 experts, stacked in one tensor, and few of everything else."""
     write_checkpoint(tmp_path, config={"model_type": "toy", **claim})
     (tmp_path / INDEX).unlink()
     stacked = {"model.layers.0.mlp.experts.down_proj": entry("U8", (512, 1, 1), (0, 512))}
     (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(stacked, bytes(512)))
-    if told is None:
+    if said is None:
         Checkpoint.open(tmp_path)
         return
-    with pytest.raises(CheckpointError, match=re.escape(told.replace("256", "512"))):
+    with pytest.raises(CheckpointError, match=re.escape(said.replace("256", "512"))):
         Checkpoint.open(tmp_path)
 
 

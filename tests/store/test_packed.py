@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> PackedStore:
 
 def test_every_expert_is_where_its_extent_says(store: PackedStore) -> None:
     experts = [(layer, expert) for layer, shape in enumerate(PLAN.layers) for expert in range(shape.num_experts)]
-    assert list(stored_experts(store)) == [expert_bytes(*one).tobytes() for one in experts]
+    assert list(stored_experts(store)) == [expert_bytes(*expert).tobytes() for expert in experts]
     assert all(offset % 4096 == 0 for _, offset in store.extents)
 
 
@@ -55,9 +55,9 @@ FILES = ("config.json", "dense.safetensors", "experts-00000.safetensors", "exper
 def test_a_missing_or_truncated_file_is_named(store: PackedStore, name: str) -> None:
     path = store.folder / name
     content = path.read_bytes()
-    for damaged, what in ((content[:-1], f"truncated: {len(content) - 1} bytes"), (content + b"x", "changed")):
+    for damaged, text in ((content[:-1], f"truncated: {len(content) - 1} bytes"), (content + b"x", "changed")):
         path.write_bytes(damaged)
-        with pytest.raises(StoreError, match=f"{name}: {what}"):
+        with pytest.raises(StoreError, match=f"{name}: {text}"):
             PackedStore.open(store.folder)
     path.unlink()
     with pytest.raises(StoreError, match=name):

@@ -34,8 +34,8 @@ class Padded(LRU):
 
 class Swayed(LRU):
     def victims(self, protected: Container[int]) -> Iterator[int]:
-        found = list(super().victims(protected))
-        return iter(found[::-1] if protected else found)
+        result = list(super().victims(protected))
+        return iter(result[::-1] if protected else result)
 
 
 _DICE = Random(0)
@@ -43,9 +43,9 @@ _DICE = Random(0)
 
 class Unrepeatable(LRU):
     def victims(self, protected: Container[int]) -> Iterator[int]:
-        found = list(super().victims(protected))
-        _DICE.shuffle(found)
-        return iter(found)
+        result = list(super().victims(protected))
+        _DICE.shuffle(result)
+        return iter(result)
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ class Index(RankingPredictor):
 class Wrong(Index):
     """Its predictions are changed by a function."""
 
-    change = staticmethod(lambda one: one)
+    change = staticmethod(lambda value: value)
 
     def begin_iteration(self, began):
         return ()
 
     def router_ran(self, routed):
-        return [self.change(one) for one in super().router_ran(routed)]
+        return [self.change(each) for each in super().router_ran(routed)]
 
 
 def wrong(change, gives_probabilities: bool = False) -> type[Predictor]:
@@ -100,22 +100,22 @@ def wrong(change, gives_probabilities: bool = False) -> type[Predictor]:
 
 
 NONE = [  # of one that gives no probabilities
-    (lambda one: replace(one, layer=(one.layer + 1) % 6), "a layer is `distance` ahead"),
-    (lambda one: replace(one, distance=0), "a distance is from 1 to"),
-    (lambda one: replace(one, experts=[*one.experts[:-1], 0]), "experts are named once, each with a score"),
-    (lambda one: replace(one, experts=[*one.experts[:-1], 99]), "experts are of the layer"),
-    (lambda one: replace(one, experts=[np.int64(e) for e in one.experts]), "experts are Python's ints"),
-    (lambda one: replace(one, scores=one.scores[::-1]), "scores fall"),
-    (lambda one: replace(one, scores=[np.float32(s) for s in one.scores]), "scores are Python's floats"),
-    (lambda one: replace(one, probabilities=[0.1] * 12), "one that gives no probabilities gives none"),
-    (lambda one: replace(one, scores=[s + _DICE.random() for s in sorted(one.scores)][::-1]), "scores|the same"),
+    (lambda value: replace(value, layer=(value.layer + 1) % 6), "a layer is `distance` ahead"),
+    (lambda value: replace(value, distance=0), "a distance is from 1 to"),
+    (lambda value: replace(value, experts=[*value.experts[:-1], 0]), "experts are named once, each with a score"),
+    (lambda value: replace(value, experts=[*value.experts[:-1], 99]), "experts are of the layer"),
+    (lambda value: replace(value, experts=[np.int64(e) for e in value.experts]), "experts are Python's ints"),
+    (lambda value: replace(value, scores=value.scores[::-1]), "scores fall"),
+    (lambda value: replace(value, scores=[np.float32(s) for s in value.scores]), "scores are Python's floats"),
+    (lambda value: replace(value, probabilities=[0.1] * 12), "one that gives no probabilities gives none"),
+    (lambda value: replace(value, scores=[s + _DICE.random() for s in sorted(value.scores)][::-1]), "scores|the same"),
 ]
 GIVEN = [
-    (lambda one: one, "one that gives probabilities gives them with each prediction"),
-    (lambda one: replace(one, probabilities=[0.5]), "probabilities are of every expert"),
-    (lambda one: replace(one, probabilities=[2.0] * 12), "probabilities are from 0 to 1"),
-    (lambda one: replace(one, probabilities=[0.01] * 12), "at most the expert's probability"),
-    (lambda one: replace(one, probabilities=[1.0] * 12), "the probability times one factor"),
+    (lambda value: value, "one that gives probabilities gives them with each prediction"),
+    (lambda value: replace(value, probabilities=[0.5]), "probabilities are of every expert"),
+    (lambda value: replace(value, probabilities=[2.0] * 12), "probabilities are from 0 to 1"),
+    (lambda value: replace(value, probabilities=[0.01] * 12), "at most the expert's probability"),
+    (lambda value: replace(value, probabilities=[1.0] * 12), "the probability times one factor"),
 ]
 
 

@@ -49,14 +49,14 @@ def test_none_makes_every_slot_one_for_staging() -> None:
 
 def brute_force(costs: list[np.ndarray], num_experts: int) -> list[int]:
     """Of all divisions: cheapest, then most even, then most for the lowest layers."""
-    every = (one for one in product(*(range(len(cost)) for cost in costs)) if sum(one) == num_experts)
+    every = (each for each in product(*(range(len(cost)) for cost in costs)) if sum(each) == num_experts)
     return list(
         min(
             every,
-            key=lambda one: (
-                sum(float(cost[num]) for cost, num in zip(costs, one, strict=True)),
-                sum(num * num for num in one),
-                [-num for num in one],
+            key=lambda value: (
+                sum(float(cost[num]) for cost, num in zip(costs, value, strict=True)),
+                sum(num * num for num in value),
+                [-num for num in value],
             ),
         )
     )
@@ -99,25 +99,25 @@ def test_stack_distances_are_the_misses_of_every_size() -> None:
         demand = [(dice.choice([1, 1, 3]), expert) for expert in dice.sample(range(8), dice.choice([1, 2, 2, 5]))]
         seen.add(demand)
         experts = [expert for _, expert in demand]
-        for size, (cache, here) in enumerate(zip(caches, kept, strict=True)):
-            misses[size] += len(set(experts) - here)
+        for size, (cache, present) in enumerate(zip(caches, kept, strict=True)):
+            misses[size] += len(set(experts) - present)
             for expert in experts:
-                if expert not in here:
+                if expert not in present:
                     cache.admitted(expert)
-                    here.add(expert)
+                    present.add(expert)
             cache.used(experts, [num for num, _ in demand], 1)
-            while len(here) > size:
+            while len(present) > size:
                 gone = next(iter(cache.victims(())))
                 cache.removed(gone)
-                here.remove(gone)
+                present.remove(gone)
     assert seen.misses().tolist() == misses
 
 
 def skewed(dice: random.Random, shape: Geometry, wide: set[int]) -> list[RouterRan]:
     """One token: `wide` layers choose among all experts, the others among their first."""
     return [
-        one_token(layer, dice.sample(range(one.num_experts if layer in wide else one.top_k), one.top_k))
-        for layer, one in enumerate(shape.layers)
+        one_token(layer, dice.sample(range(each.num_experts if layer in wide else each.top_k), each.top_k))
+        for layer, each in enumerate(shape.layers)
     ]
 
 

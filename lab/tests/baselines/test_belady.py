@@ -134,7 +134,7 @@ def test_no_system_loads_less_at_equal_slots(segments: int, kind: str) -> None:
                 continue
             control = system.scheduler(shape, budget, Known(future=future))
             loads[name] = played(control, demands, decode=kind != "prefill")
-            phases = [phase for one in control.counters for phase in (one.decode, one.prefill)]
+            phases = [phase for counter in control.counters for phase in (counter.decode, counter.prefill)]
             hits[name] = sum(phase.hit_nbytes for phase in phases)
         assert min(loads.values()) == loads["belady-global"]
         for name in loads:

@@ -38,7 +38,7 @@ def routed(layer: int, experts: list[int] | None = None, **fields: np.ndarray) -
 
 
 def layers(predictions: Iterable[Prediction]) -> list[int]:
-    return [one.layer for one in predictions]
+    return [prediction.layer for prediction in predictions]
 
 
 @pytest.mark.parametrize(("layer", "last"), [(0, 9), (1, 10), (7, 11), (11, 11)])
@@ -47,8 +47,8 @@ def test_mixtral_offloading_queues_what_one_layer_chose_for_nine_layers(layer: i
     list(offloading.begin_iteration(began()))
     made = list(offloading.router_ran(routed(layer, [5, 2])))
     assert layers(made) == list(range(layer + 1, last + 1))
-    assert all(one.experts == [5, 2] for one in made)
-    assert [one.scores[0] for one in made] == sorted((one.scores[0] for one in made), reverse=True), "nearer first"
+    assert all(each.experts == [5, 2] for each in made)
+    assert [each.scores[0] for each in made] == sorted((each.scores[0] for each in made), reverse=True), "nearer first"
 
 
 @pytest.mark.parametrize(("layer", "ahead"), [(0, [2, 4, 6]), (4, [2, 4, 6]), (7, [2, 4]), (9, [2]), (10, [])])
@@ -59,7 +59,7 @@ def test_promoe_asks_every_second_router_up_to_six_layers_ahead(layer: int, ahea
         shown[0, k - 1, [k % EXPERTS, (k + 1) % EXPERTS]] = 0.6, 0.4
     list(stride.begin_iteration(began()))
     made = list(stride.router_ran(routed(layer, lookahead=shown)))
-    assert [(one.layer, one.experts) for one in made] == [(layer + k, [k, (k + 1) % EXPERTS]) for k in ahead]
+    assert [(each.layer, each.experts) for each in made] == [(layer + k, [k, (k + 1) % EXPERTS]) for k in ahead]
 
 
 def test_where_later_routers_were_not_asked_the_stride_is_modelled() -> None:
@@ -70,7 +70,7 @@ def test_where_later_routers_were_not_asked_the_stride_is_modelled() -> None:
         demands.step = step
         made = list(modelled.router_ran(routed(step)))
         assert layers(made) == expected
-        assert all(one.experts == demands.steps[one.layer][1] for one in made)
+        assert all(each.experts == demands.steps[each.layer][1] for each in made)
 
 
 def test_moe_infinity_queues_every_expert_of_half_the_layers() -> None:
@@ -86,12 +86,12 @@ def test_moe_infinity_queues_every_expert_of_half_the_layers() -> None:
     assert layers(first) == list(range(11))
     made = list(eam.router_ran(routed(0, [6, 7])))
     assert layers(made) == list(range(1, 12))
-    for one in made:
-        assert sorted(one.experts) == list(range(EXPERTS))
-        named = dict(zip(one.experts, one.scores, strict=True))
-        near = 1 - one.layer / LAYERS
+    for each in made:
+        assert sorted(each.experts) == list(range(EXPERTS))
+        named = dict(zip(each.experts, each.scores, strict=True))
+        near = 1 - each.layer / LAYERS
         assert named[0] == pytest.approx(near * LEAST)
-        assert named[6] == pytest.approx(near * (LEAST + 0.5 * (one.layer <= 6)))
+        assert named[6] == pytest.approx(near * (LEAST + 0.5 * (each.layer <= 6)))
     assert layers(eam.router_ran(routed(1, [6, 7]))) == [2, 7], "what has come near; the rest holds"
     assert dict(get_system("moe-infinity-artifact").options) == {"capacity": "1000", "matches": "1"}
 

@@ -55,9 +55,9 @@ def test_what_is_learned_is_a_training_part(name: str) -> None:
     chosen = np.array([[[0, 1], [2, 3], [4, 5], [0, 1]], [[0, 2], [2, 1], [5, 3], [1, 9]]], np.uint16)  # [T, L, K]
     scores = np.full((2, 4, 6), 1 / 6, np.float32)
     history = History(np.zeros(2, np.int64), np.zeros(2, np.bool_), chosen, scores)
-    one = predictor(name, distance=3)
-    one.learn(history)
-    assert said(one.begin_iteration(began(7))) == {(0, 1): [0, 1], (1, 2): [2, 1], (2, 3): [5, 3]}
+    each = predictor(name, distance=3)
+    each.learn(history)
+    assert said(each.begin_iteration(began(7))) == {(0, 1): [0, 1], (1, 2): [2, 1], (2, 3): [5, 3]}
     known = predictor(name, distance=3, known=Known(popularity={3: 1}))
     known.learn(history)  # the same rows as the counts that it was given
     assert said(known.begin_iteration(began(7))) == {(0, 1): [3]}

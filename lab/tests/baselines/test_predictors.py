@@ -93,6 +93,6 @@ def test_layers_are_predicted_so_far_ahead_and_the_first_when_a_pass_begins(
 ) -> None:
     index = PREDICTORS["index"].make(geometry(layers=num_layers), Known(), distance)
     began = Began(np.zeros(1, np.int64), np.zeros(1, np.bool_))
-    assert [one.layer for one in index.begin_iteration(began)] == at_begin
+    assert [each.layer for each in index.begin_iteration(began)] == at_begin
     routers = [Routed(RouterRan(layer, [0], [1], [True], 1)) for layer in range(num_layers)]
-    assert {routed.layer: one.layer for routed in routers for one in index.router_ran(routed)} == after
+    assert {routed.layer: each.layer for routed in routers for each in index.router_ran(routed)} == after

@@ -69,7 +69,7 @@ def test_everything_is_in_the_folder(done: Done) -> None:
 
 def test_engine_and_simulator_ran_the_same_requests(done: Done) -> None:
     assert done.results["failures"] == []
-    ran = {(one["memory"], one["system"]) for one in done.results["engine"]}
+    ran = {(result["memory"], result["system"]) for result in done.results["engine"]}
     assert ran == {(memory, system) for memory in MEMORIES for system in SYSTEMS}
     for memory in MEMORIES:
         lru = done.row(memory, "lru")
@@ -84,7 +84,7 @@ def test_tables_show_what_the_results_say(done: Done) -> None:
         lines = {line[0].partition(" (P = ")[0]: line for line in table[2:]}
         assert lines.keys() == {*SYSTEMS, *BOUNDS}
         for name, line in lines.items():
-            engine, simulated = (done.row(memory, name)[where] for where in ("engine", "simulated"))
+            engine, simulated = (done.row(memory, name)[place] for place in ("engine", "simulated"))
             assert line[6] == format_seconds(simulated["tpot_s"]) and line[8] == format_share(simulated["hit_rate"])
             if engine is None:
                 assert set(line[1:6]) == {"-"} and line[11] == "-"

@@ -30,8 +30,8 @@ def reproduce(capsys: Captured, *words: object) -> dict[str, Any]:
 
 
 def test_the_list_names_every_experiment_and_what_it_needs(capsys: Captured) -> None:
-    found = reproduce(capsys, "--list")["experiments"]
-    assert [row["name"] for row in found] == [experiment.name for experiment in experiments()]
+    result = reproduce(capsys, "--list")["experiments"]
+    assert [row["name"] for row in result] == [experiment.name for experiment in experiments()]
     assert main(["lab", "reproduce", "--list"]) == 0
     assert "fmoe:9" in capsys.readouterr().out
 

@@ -45,10 +45,10 @@ def error_of(capsys: Captured, *words: object) -> str:
 
 
 def test_json_has_the_promised_keys(trace: Path, capsys: Captured) -> None:
-    found = simulate(capsys, trace, "--system", "lru,lfu", "--memory", "30%,60%", "--segments", 2)
-    assert {"trace", "hardware", "results"} <= found.keys()
-    assert found["trace"]["model"] == "toy" and found["hardware"]["name"]
-    rows = found["results"]
+    result = simulate(capsys, trace, "--system", "lru,lfu", "--memory", "30%,60%", "--segments", 2)
+    assert {"trace", "hardware", "results"} <= result.keys()
+    assert result["trace"]["model"] == "toy" and result["hardware"]["name"]
+    rows = result["results"]
     assert [(row["memory"], row["system"]) for row in rows] == [
         (memory, system) for memory in ("30%", "60%") for system in ("lru", "lfu", *BOUNDS)
     ]
@@ -64,13 +64,13 @@ def test_json_has_the_promised_keys(trace: Path, capsys: Captured) -> None:
 
 
 def test_null_where_the_trace_cannot_say(bare: Path, capsys: Captured) -> None:
-    found = simulate(capsys, bare, "--memory", "40%", "--segments", 4)
-    assert found["trace"]["geometry"] is found["trace"]["expert_bytes"] is None
-    for row in found["results"]:
+    result = simulate(capsys, bare, "--memory", "40%", "--segments", 4)
+    assert result["trace"]["geometry"] is result["trace"]["expert_bytes"] is None
+    for row in result["results"]:
         for key in ("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded", "memory_bytes"):
             assert row[key] is None, key
         assert row["hit_rate"] is not None
-    assert any("sizes" in note for note in found["notes"])
+    assert any("sizes" in note for note in result["notes"])
 
 
 def geometry_file(folder: Path, **changes: Any) -> Path:
@@ -126,10 +126,10 @@ def full(tmp_path: Path) -> Path:
 def test_systems_made_of_parts_are_rows_like_others(full: Path, tmp_path: Path, capsys: Captured) -> None:
     names = ["fmoe", "fmoe:distance=2:select=top-k", "lru:prediction=lookahead"]
     options = ("--memory", "40%,60%", "--split", "2:1")
-    found = simulate(capsys, full, "--system", ",".join(names), *options, "--plot", tmp_path / "plot.png")
+    result = simulate(capsys, full, "--system", ",".join(names), *options, "--plot", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
-    assert [row["system"] for row in found["results"]] == [*names, *BOUNDS] * 2
-    for row in found["results"]:
+    assert [row["system"] for row in result["results"]] == [*names, *BOUNDS] * 2
+    for row in result["results"]:
         if row["system"].startswith("fmoe"):
             assert row["history"] == "filled from 4 requests" and row["predictor"]["maps"] == 4 * 14 + 2 * 14
     text = table(capsys, full, "--system", ",".join(names), *options)
@@ -155,10 +155,10 @@ def test_what_stands_for_what_a_trace_does_not_know_is_said(trace: Path, capsys:
 def test_arrivals_queue_and_say_what_was_cut(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "azure.csv").write_text(CSV)
     arguments = (trace, "--arrivals", tmp_path / "azure.csv", "--memory", "50%")
-    found = simulate(capsys, *arguments)
-    assert any(note.startswith("2 requests arrive") for note in found["notes"])
-    assert any(note.startswith("1 of them") for note in found["notes"])
-    for row in found["results"]:
+    result = simulate(capsys, *arguments)
+    assert any(note.startswith("2 requests arrive") for note in result["notes"])
+    assert any(note.startswith("1 of them") for note in result["notes"])
+    for row in result["results"]:
         assert row["tokens"] == (3 + 4) + (4 + 3) and len(row["latency_s"]["sorted"]) == 2
         assert row["latency_s"]["p50"] <= row["latency_s"]["p99"] == row["latency_s"]["max"]
     printed = table(capsys, *arguments)
@@ -188,8 +188,8 @@ def test_the_table_fits_a_terminal(trace: Path, tmp_path: Path, capsys: Captured
 def test_a_partial_recording_runs_up_to_where_it_goes(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     manifest = json.loads((trace / "manifest.json").read_text())
     (trace / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
-    found = simulate(capsys, trace, "--memory", "50%")
-    assert not found["trace"]["complete"] and any("cut off" in note for note in found["notes"])
+    result = simulate(capsys, trace, "--memory", "50%")
+    assert not result["trace"]["complete"] and any("cut off" in note for note in result["notes"])
 
 
 def test_not_a_trace(tmp_path: Path, capsys: Captured) -> None:

@@ -51,5 +51,5 @@ def test_synth_writes_what_was_asked_for(tmp_path, capsys):
     facts, _ = (answer(capsys, "lab", "trace", "synth", tmp_path / name, *words) for name in ("a", "b"))
     assert (facts["rows"], facts["iterations"], facts["requests"]) == (60, 48, 3)
     assert not any(field["real"] for field in facts["fields"].values())
-    one, other = Trace.open(tmp_path / "a"), Trace.open(tmp_path / "b")
-    np.testing.assert_array_equal(one.rows("experts", 0, 60), other.rows("experts", 0, 60))
+    each, other = Trace.open(tmp_path / "a"), Trace.open(tmp_path / "b")
+    np.testing.assert_array_equal(each.rows("experts", 0, 60), other.rows("experts", 0, 60))

@@ -113,8 +113,8 @@ def test_a_temperature_draws_by_the_seed(model: Path, prompts: Path, tmp_path: P
         assert record(model, prompts, tmp_path / name, *arguments) == 0
     rows = {name: rows_of(tmp_path / name) for name in runs}
     expected = [tokens_of(text) for text in PROMPTS]
-    for name, found in rows.items():
-        assert [row[: len(ids)] for row, ids in zip(found, expected, strict=True)] == expected, name
+    for name, result in rows.items():
+        assert [row[: len(ids)] for row, ids in zip(result, expected, strict=True)] == expected, name
     assert rows["greedy"] == rows["zero"]
     assert rows["first"] == rows["again"]
     assert len({json.dumps(rows[name]) for name in ("greedy", "first", "seed 0")}) == 3

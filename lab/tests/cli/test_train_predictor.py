@@ -100,8 +100,8 @@ def test_simulate_takes_the_file_and_says_what_it_saw(trace: Path, trained: Path
     assert result["predictor"] == str(trained) and result["results"][0]["skipped"] is None
     expected = read_learned(trained, LearnedWeights).about["mean"]["1"]["learned"]
     assert result["results"][0]["prediction_accuracy"] == pytest.approx(expected, abs=0.05), "by demands, not layers"
-    told = [note for note in result["notes"] if note.startswith("predictor:")]
-    assert told == [f"predictor: planted, learned from 960 tokens of 16 requests of {trace}"]
+    message = [note for note in result["notes"] if note.startswith("predictor:")]
+    assert message == [f"predictor: planted, learned from 960 tokens of 16 requests of {trace}"]
 
     notes = answer(capsys, *common, learned, "--requests", 4, *weights)["notes"]
     assert any("some of the requests that are simulated" in note and "--split 7:3 --seed 0" in note for note in notes)

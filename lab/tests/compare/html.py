@@ -55,7 +55,7 @@ class Found(HTMLParser):
 
 
 def read(page: str) -> Found:
-    found = Found()
-    found.feed(page)
-    found.close()
-    return found
+    result = Found()
+    result.feed(page)
+    result.close()
+    return result

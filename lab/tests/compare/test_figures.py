@@ -31,12 +31,12 @@ def run(segments: int = 1, nbytes: int = 300, tpot_s: float = 0.01) -> dict[str,
 def test_engine_and_simulator_have_the_same_figures() -> None:
     measured = [BenchRow("25%", 9, "lru", 0.02, 0.6, 9.0, 0.5, 75.0, 1.0, 1.0, 1.0)]
     measured.append(BenchRow("25%", 9, "lcp", 0.01, 0.6, 9.0, 0.5, 50.0, 0.5, 0.4, 0.6))
-    found = {("25%", "lru", 1): run(tpot_s=0.02), ("25%", "lcp", 1): run(nbytes=200)}
-    lru, lcp = rows_of(*ASKED, measured, found)
-    for where in ("engine", "simulated"):
-        assert (lru[where]["bytes_loaded"], lcp[where]["bytes_loaded"]) == (75, 50), "a step"
-        assert (lru[where]["tpot_s"], lcp[where]["tpot_s"], lru[where]["hit_rate"]) == (0.02, 0.01, 0.5)
-        assert lru[where]["time_to_base"] is None, "it is the base"
+    result = {("25%", "lru", 1): run(tpot_s=0.02), ("25%", "lcp", 1): run(nbytes=200)}
+    lru, lcp = rows_of(*ASKED, measured, result)
+    for place in ("engine", "simulated"):
+        assert (lru[place]["bytes_loaded"], lcp[place]["bytes_loaded"]) == (75, 50), "a step"
+        assert (lru[place]["tpot_s"], lcp[place]["tpot_s"], lru[place]["hit_rate"]) == (0.02, 0.01, 0.5)
+        assert lru[place]["time_to_base"] is None, "it is the base"
     assert lcp["engine"]["time_to_base"] == {"median": 0.5, "low": 0.4, "high": 0.6}
     assert lcp["simulated"]["time_to_base"]["median"] == pytest.approx(0.54 / 0.58)
 
@@ -49,8 +49,8 @@ def test_a_system_that_failed_has_no_engine_figures() -> None:
 def test_bounds_are_of_the_parts_with_which_they_are_best() -> None:
     """Fewest bytes of what bounds bytes, least time of what bounds time."""
     both = (run(1, 300, 0.01), run(4, 200, 0.02))
-    found = {("25%", name, one["segments"]): one for name in BOUNDS for one in both}
-    rows = {one["system"]: one["segments"] for one in rows_of(*ASKED, [], found)}
+    result = {("25%", name, each["segments"]): each for name in BOUNDS for each in both}
+    rows = {each["system"]: each["segments"] for each in rows_of(*ASKED, [], result)}
     assert rows == {"belady": 4, "belady-global": 4, "oracle": 1, "resident": 1}
 
 

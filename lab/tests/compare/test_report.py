@@ -21,7 +21,7 @@ from lab.tests.compare.html import read
 HOSTILE = "<script>alert(1)</script>&{{ 7 * 7 }}"
 
 
-def results(**given: Any) -> dict[str, Any]:
+def results(**values: Any) -> dict[str, Any]:
     """Of a comparison that ended before anything was measured."""
     return {
         "command": f"expertly lab compare '{HOSTILE}'",
@@ -38,7 +38,7 @@ def results(**given: Any) -> dict[str, Any]:
         "failures": [],
         "notes": [HOSTILE],
         "engine": [],
-        **given,
+        **values,
     }
 
 
@@ -50,23 +50,23 @@ def row(memory: str, system: str, tpot_s: float) -> dict[str, Any]:
 
 
 def test_what_was_given_is_text_and_not_obeyed() -> None:
-    found = read(page(results(problem=HOSTILE)))
-    assert "script" not in found.names
-    assert found.text.count(HOSTILE) == 7, "title, head, problem, machine, model, note, command"
-    assert f"ended early: {HOSTILE}" in found.text
-    assert found.tables == [] and "Results" not in found.headings
+    result = read(page(results(problem=HOSTILE)))
+    assert "script" not in result.names
+    assert result.text.count(HOSTILE) == 7, "title, head, problem, machine, model, note, command"
+    assert f"ended early: {HOSTILE}" in result.text
+    assert result.tables == [] and "Results" not in result.headings
 
 
 def test_without_a_simulation_tables_and_plots_are_of_the_engine() -> None:
     rows = [row(memory, system, 0.02) for memory in ("25%", "50%") for system in ("lru", "lfu")]
     made = page(results(rows=rows, headline=["With 25%: lru. Best possible: less."]))
-    found = read(made)
-    assert found.tables[0][0][1:] == ["engine, measured"]
-    assert [line[0] for line in found.tables[0][2:]] == ["lru (P = 4)", "lfu (P = 4), failed"]
-    assert found.tables[0][2][1:3] == ["20.0 ms", "1.50x 1.00 to 2.00x"]
-    assert "Loading ahead" not in found.headings
+    result = read(made)
+    assert result.tables[0][0][1:] == ["engine, measured"]
+    assert [line[0] for line in result.tables[0][2:]] == ["lru (P = 4)", "lfu (P = 4), failed"]
+    assert result.tables[0][2][1:3] == ["20.0 ms", "1.50x 1.00 to 2.00x"]
+    assert "Loading ahead" not in result.headings
     assert "<strong>With 25%: lru</strong>. Best possible: less." in made
-    assert found.pictures == ["TPOT, time a token (ms): engine, measured"]
+    assert result.pictures == ["TPOT, time a token (ms): engine, measured"]
 
 
 def test_an_earlier_comparison_is_replaced_when_that_is_said(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_an_earlier_comparison_is_replaced_when_that_is_said(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="holds an earlier comparison; --force replaces it"):
         prepare(out, "again")
     prepare(out, "again", force=True)
-    assert [one.name for one in out.iterdir()] == ["command.txt"]
+    assert [each.name for each in out.iterdir()] == ["command.txt"]
 
 
 def test_anything_else_is_left_alone(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ SYSTEM = "promoe:distance=1"
 
 
 def decode_of(model: Any) -> dict[str, Any]:
-    found: dict[str, Any] = expertly.stats(model).as_dict()["phases"]["decode"]
-    return found
+    result: dict[str, Any] = expertly.stats(model).as_dict()["phases"]["decode"]
+    return result
 
 
 def feed(model: Any, seed: int) -> None:
@@ -43,13 +43,13 @@ def feed(model: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("predictor", ["auto", "off", None])
-def test_without_weights_it_says_what_makes_them(predictor: str | None, own: tuple[Case, Path]) -> None:
+def test_without_weights_it_says_what_makes_them(predictor: str | None, copied: tuple[Case, Path]) -> None:
     with pytest.raises(ConfigError, match=r"no weights.*expertly lab train TRACE --out FILE.*--predictor FILE"):
-        expertly.load(str(own[1]), system=SYSTEM, memory="50%", predictor=predictor, device="cpu")
+        expertly.load(str(copied[1]), system=SYSTEM, memory="50%", predictor=predictor, device="cpu")
 
 
-def test_auto_is_beside_the_store_and_off_is_not(own: tuple[Case, Path]) -> None:
-    case, store = own
+def test_auto_is_beside_the_store_and_off_is_not(copied: tuple[Case, Path]) -> None:
+    case, store = copied
     put_beside(store, HIDDEN_SIZE)
     with loaded(store, system=SYSTEM) as model:
         assert generate(model, case.prompts) == case.tokens
@@ -59,8 +59,8 @@ def test_auto_is_beside_the_store_and_off_is_not(own: tuple[Case, Path]) -> None
     expertly.unload(expertly.load(str(store), system="lru", memory="50%", device="cpu")[0])
 
 
-def test_a_file_of_another_model_or_none_is_named(own: tuple[Case, Path], tmp_path: Path) -> None:
-    _, store = own
+def test_a_file_of_another_model_or_none_is_named(copied: tuple[Case, Path], tmp_path: Path) -> None:
+    _, store = copied
     path = tmp_path / "other"
     save_learned(path, random_weights(Manifest.read(store).layers, HIDDEN_SIZE), "b" * 64, {})
     wrong: list[tuple[str, type[Exception], str]] = [
@@ -77,14 +77,14 @@ def test_a_file_of_another_model_or_none_is_named(own: tuple[Case, Path], tmp_pa
         expertly.load(str(store), system=SYSTEM, memory="50%", device="cpu")
 
 
-def test_a_system_that_takes_none_refuses_a_file(own: tuple[Case, Path]) -> None:
-    path = put_beside(own[1], HIDDEN_SIZE)
+def test_a_system_that_takes_none_refuses_a_file(copied: tuple[Case, Path]) -> None:
+    path = put_beside(copied[1], HIDDEN_SIZE)
     with pytest.raises(ConfigError, match=r"predictor=.*system 'lru' takes no trained weights; accepted: auto, off"):
-        expertly.load(str(own[1]), system="lru", memory="50%", predictor=path, device="cpu")
+        expertly.load(str(copied[1]), system="lru", memory="50%", predictor=path, device="cpu")
 
 
-def test_weights_for_other_router_inputs_or_distances_are_refused(own: tuple[Case, Path], tmp_path: Path) -> None:
-    _, store = own
+def test_weights_for_other_router_inputs_or_distances_are_refused(copied: tuple[Case, Path], tmp_path: Path) -> None:
+    _, store = copied
     manifest = Manifest.read(store)
     path = tmp_path / "weights"
     save_learned(path, random_weights(manifest.layers, HIDDEN_SIZE + 1), manifest.identity, {})
@@ -99,19 +99,19 @@ def test_weights_for_other_router_inputs_or_distances_are_refused(own: tuple[Cas
         expertly.load(str(store), system="promoe:distance=2", memory="50%", predictor=path, device="cpu")
 
 
-def test_what_a_model_was_trained_on_predicts_it_better_than_counts(own: tuple[Case, Path], tmp_path: Path) -> None:
+def test_what_a_model_was_trained_on_predicts_it_better_than_counts(copied: tuple[Case, Path], tmp_path: Path) -> None:
     """Recorded, trained and run: not a token changes, and more of what is named is needed than of what a request has
     asked for most.
     """
-    case, store = own
+    case, store = copied
     with loaded(store, system="lru", memory="100%") as model, record(model, tmp_path / "trace", full=True) as recorder:
         for request in range(24):
             recorder.begin_request(num_prompt_tokens=8)
             feed(model, request)
     options = TrainOptions((1,), hidden=32, epochs=14, batch=32, learning_rate=5e-3)
-    found = study(Trace.open(tmp_path / "trace"), (7, 3), options)
+    result = study(Trace.open(tmp_path / "trace"), (7, 3), options)
     path = tmp_path / "weights"
-    save_learned(path, found.trained.weights, Manifest.read(store).identity, {})
+    save_learned(path, result.trained.weights, Manifest.read(store).identity, {})
     rates = {}
     for system, more in ((SYSTEM, {"predictor": path}), ("lru:prediction=counts:distance=1", {})):
         with loaded(store, system=system, memory="50%", **more) as model:

@@ -104,7 +104,7 @@ def side_by_side(*parts: tuple[int, int], num_pads: int = 0, knows_positions: bo
 )
 def test_rows_have_the_numbers_of_their_requests(passes: list[IterationInfo], expected: list[list[int]]) -> None:
     numbers = RequestNumbers()
-    assert [numbers.of_rows(one).tolist() for one in passes] == expected
+    assert [numbers.of_rows(each).tolist() for each in passes] == expected
 
 
 SWITCH = "switch_transformers"
@@ -124,9 +124,9 @@ def columns(diary: Diary, num_layers: int, name: str, width: int) -> np.ndarray[
     for began, routed in zip(diary.began, diary.routed, strict=True):
         shape = (len(began.requests), num_layers, width)
         field = np.full(shape, NO_EXPERT) if name == "experts" else np.zeros(shape, np.float32)
-        for one in routed:
-            values = getattr(one, name).reshape(shape[0], -1)
-            field[:, one.layer, : values.shape[-1]] = values
+        for each in routed:
+            values = getattr(each, name).reshape(shape[0], -1)
+            field[:, each.layer, : values.shape[-1]] = values
         passes.append(field)
     return np.concatenate(passes)
 
@@ -140,8 +140,8 @@ def test_it_is_what_a_full_recording_holds(
     with loaded(case.store, system=system, memory="50%") as model:
         with record(model, tmp_path / "trace", full=True) as recording:  # both watch the same routers
             recording.begin_batch([recording.begin_request(), recording.begin_request()])
-            found = generate(model, case.prompts, 4)
-            assert found == [tokens[: len(found[0])] for tokens in case.tokens]
+            result = generate(model, case.prompts, 4)
+            assert result == [tokens[: len(result[0])] for tokens in case.tokens]
         diary = told(model)
     trace = Trace.open(tmp_path / "trace")
     assert trace.num_iterations == len(diary.began) and diary.ends == [True] * trace.num_iterations
@@ -153,8 +153,8 @@ def test_it_is_what_a_full_recording_holds(
     num_experts = max(layer.num_experts for layer in trace.manifest.layers)
     chosen = columns(diary, num_layers, "experts", experts.shape[2])
     np.testing.assert_array_equal(np.where(chosen < num_experts, chosen, NO_EXPERT), experts)
-    np.testing.assert_array_equal(np.concatenate([one.is_prefill for one in diary.began]), recorded("is_prefill"))
-    embedding = np.concatenate([one.embedding for one in diary.began if one.embedding is not None])
+    np.testing.assert_array_equal(np.concatenate([each.is_prefill for each in diary.began]), recorded("is_prefill"))
+    embedding = np.concatenate([each.embedding for each in diary.began if each.embedding is not None])
     np.testing.assert_array_equal(embedding, recorded("embedding").astype(np.float32))
     scores = columns(diary, num_layers, "scores", num_experts)
     np.testing.assert_array_equal(scores, recorded("probs").astype(np.float32))
@@ -164,11 +164,11 @@ def test_it_is_what_a_full_recording_holds(
     np.testing.assert_array_equal(seen, lookahead)
     assert seen[:, 0].any()
     for began, routed in zip(diary.began, diary.routed, strict=True):
-        assert began.layers is not None and [one.layer for one in routed] == list(began.layers)
+        assert began.layers is not None and [each.layer for each in routed] == list(began.layers)
     if FAMILIES[family].is_encoder_decoder:
-        assert {one.layers for one in diary.began} == {range(2), range(2, 4)}
+        assert {each.layers for each in diary.began} == {range(2), range(2, 4)}
     else:
-        requests = np.concatenate([one.requests for one in diary.began])
+        requests = np.concatenate([each.requests for each in diary.began])
         np.testing.assert_array_equal(requests, recorded("request"))
 
 
@@ -189,14 +189,14 @@ def test_pads_are_left_out(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> Non
     (both,) = shown([prompts])
     alone = shown([[prompt] for prompt in prompts])
     for step, began in enumerate(both.began):
-        parts = [one.began[step] for one in alone]
+        parts = [each.began[step] for each in alone]
         assert began.embedding is not None
-        np.testing.assert_array_equal(began.embedding, np.concatenate([one.embedding for one in parts]))
-        assert began.requests.tolist() == [i for i, one in enumerate(parts) for _ in one.requests]
+        np.testing.assert_array_equal(began.embedding, np.concatenate([part.embedding for part in parts]))
+        assert began.requests.tolist() == [i for i, each in enumerate(parts) for _ in each.requests]
         for layer, routed in enumerate(both.routed[step]):
-            mine = [one.routed[step][layer] for one in alone]
-            np.testing.assert_array_equal(routed.experts, np.concatenate([one.experts for one in mine]))
-            expected = np.concatenate([one.scores for one in mine])
+            mine = [each.routed[step][layer] for each in alone]
+            np.testing.assert_array_equal(routed.experts, np.concatenate([each.experts for each in mine]))
+            expected = np.concatenate([each.scores for each in mine])
             np.testing.assert_allclose(routed.scores, expected, rtol=2e-3, atol=1e-4)
 
 
@@ -223,8 +223,8 @@ def test_nothing_is_collected_that_is_not_wanted(cases: Cases, monkeypatch: pyte
     with loaded(case.store, system=system) as model:
         generate(model, case.prompts, 3)
         diary = told(model)
-    assert all(one.embedding is None for one in diary.began)
-    for routed in (one for step in diary.routed for one in step):
+    assert all(each.embedding is None for each in diary.began)
+    for routed in (each for step in diary.routed for each in step):
         assert routed.experts is not None and routed.scores is None and routed.lookahead is None
 
 
@@ -283,14 +283,15 @@ def test_where_nothing_can_look_ahead_a_system_that_nobody_named_runs_without(
         loaded(case.store, system=without, memory="50%") as same,
     ):
         assert generate(model, case.prompts) == generate(same, case.prompts) == case.tokens
-        found, expected = expertly.stats(model).as_dict(), expertly.stats(same).as_dict()
-        assert found["system"] == without and found["prediction"] is None
+        actual, expected = expertly.stats(model).as_dict(), expertly.stats(same).as_dict()
+        assert actual["system"] == without and actual["prediction"] is None
         assert (
-            f"runs as {without}: " in found["system_reason"] and "routers of layers [0, 1, 2]" in found["system_reason"]
+            f"runs as {without}: " in actual["system_reason"]
+            and "routers of layers [0, 1, 2]" in actual["system_reason"]
         )
         counts = ("hits", "misses", "bytes_loaded", "evicted_bytes", "prefetched")
-        assert [found["phases"]["decode"][one] for one in counts] == [
-            expected["phases"]["decode"][one] for one in counts
+        assert [actual["phases"]["decode"][count] for count in counts] == [
+            expected["phases"]["decode"][count] for count in counts
         ]
 
 

@@ -83,8 +83,8 @@ class Accelerated(Simulator):
         self.accelerator = accelerator = Accelerator(moves, wake_ns=wake_ns)
         accelerator.busy_until_ns = 0  # type: ignore[attr-defined]  # its kernels are no part of the host's time
         slots = scheduler.budget.pool_slots()
-        own: Any = AcceleratedLink(accelerator, scheduler.geometry, slots)
-        super().__init__(scheduler, compute, accelerator, own, **more)
+        mine: Any = AcceleratedLink(accelerator, scheduler.geometry, slots)
+        super().__init__(scheduler, compute, accelerator, mine, **more)
         self.begun_ns: list[int] = []  # when passes began
 
     def preload(self) -> None:
@@ -105,7 +105,7 @@ class Accelerated(Simulator):
         num_tokens = self._tokens.get(span.expert, 1) if self._tokens else 1
         self.link.compute(span, self._span_ns(span.layer, num_tokens, span.num_segments))
 
-    def _spend(self, what: str, layer: int, duration_ns: int) -> None:
+    def _spend(self, text: str, layer: int, duration_ns: int) -> None:
         self.accelerator.kernel(duration_ns)
         self.accelerator.to_host(torch.empty(0))  # the router's choice, or the next token
 
@@ -114,7 +114,7 @@ def both(
     trace: Trace, system: str, memory: str, link: Link, monkeypatch: pytest.MonkeyPatch, wake_ns: int, **settings: Any
 ) -> tuple[Simulator, Accelerated]:
     """The simulator's run, and the device's."""
-    found: list[Any] = []
+    result: list[Any] = []
     hardware = toy(link=link)
     for make in (Simulator, partial(Accelerated, wake_ns, link)):
         monkeypatch.setattr(study_module, "Simulator", make)
@@ -122,9 +122,9 @@ def both(
         of_system = get_system(system)
         geometry = study.geometry_of(of_system)
         budget = Memory("100%" if of_system.keeps_everything else memory).budget(geometry, True)
-        found.append(study.simulate(of_system, budget, memory, geometry))
-    found[1].link.device.close()
-    return found[0], found[1]
+        result.append(study.simulate(of_system, budget, memory, geometry))
+    result[1].link.device.close()
+    return result[0], result[1]
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +146,12 @@ def test_every_preset_takes_as_long_as_the_simulator_says(
     nbytes_per_s: float, trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "AHEAD_NBYTES", 1)  # these experts are so small that all that is predicted would be ahead
-    found = {}
+    result = {}
     for system in can_run(trace):
         simulated, there = both(trace, system, "50%", Link(nbytes_per_s, 7), monkeypatch, wake_ns=50)
-        found[system] = tpot_ns(there) / tpot_ns(simulated) - 1
-    assert len(found) > 20
-    assert {name: off for name, off in found.items() if abs(off) > 0.05} == {}
+        result[system] = tpot_ns(there) / tpot_ns(simulated) - 1
+    assert len(result) > 20
+    assert {name: off for name, off in result.items() if abs(off) > 0.05} == {}
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------

@@ -66,14 +66,14 @@ def simulate(
     """A case for each system and memory. All run in one command; where that cannot run, each has its own, and the first
     words of the error are its case.
     """
-    found = _run(replay, systems, ",".join(memories), segments)
-    if isinstance(found, dict):
-        return found
+    result = _run(replay, systems, ",".join(memories), segments)
+    if isinstance(result, dict):
+        return result
     cases: dict[str, Case] = {}
     for memory in memories:
         for system in systems:
-            one = _run(replay, [system], memory, segments)
-            cases |= one if isinstance(one, dict) else {case_name(system, memory, segments): {"error": one}}
+            each = _run(replay, [system], memory, segments)
+            cases |= each if isinstance(each, dict) else {case_name(system, memory, segments): {"error": each}}
     return cases
 
 
@@ -118,8 +118,10 @@ def _case(row: dict[str, Any], trace: dict[str, Any]) -> Case:
         "decode_stall_ns": round(row["decode_stall_s"] * 1e9),
         "stall_share": round(row["stall_share"] * 1e9),
         "floor_tpot_ns": round(row["floor_tpot_s"] * 1e9),
-        "ttft_ns": [round(one["ttft_s"] * 1e9) for one in of_requests if one["ttft_s"] is not None],
-        "latency_ns": [round(one["latency_s"] * 1e9) for one in of_requests],
+        "ttft_ns": [
+            round(of_request["ttft_s"] * 1e9) for of_request in of_requests if of_request["ttft_s"] is not None
+        ],
+        "latency_ns": [round(of_request["latency_s"] * 1e9) for of_request in of_requests],
         "request_hits": [round(rate * 1e9) for rate in row["hit_rate_by_request"] if rate is not None],
         **{f"{phase}_{name}": num for phase, counts in row["phases"].items() for name, num in counts.items()},
         "layer_experts": (row["allocation"] or {}).get("experts"),

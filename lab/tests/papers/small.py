@@ -16,8 +16,8 @@ def full_trace(folder: Path) -> Trace:
     """Prompts of two categories, with all that `trace record --full` records, but for 8 layers of lookahead."""
     passes = []
     for number in range(REQUESTS):
-        own = random_passes(number, LAYERS, PASSES, prompt=PROMPT)
-        passes += [(number, is_prefill, rows) for _, is_prefill, rows in own]
+        mine = random_passes(number, LAYERS, PASSES, prompt=PROMPT)
+        passes += [(number, is_prefill, rows) for _, is_prefill, rows in mine]
     categories = ["odd" if number % 2 else "even" for number in range(REQUESTS)]
     return make_trace(
         folder, passes, LAYERS, num_requests=REQUESTS, categories=categories, is_full=True, rows_per_shard=4096

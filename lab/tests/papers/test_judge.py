@@ -123,9 +123,9 @@ def test_a_claim_of_what_was_not_measured_is_not_judged() -> None:
 
 
 def test_modelled_predictions_are_said() -> None:
-    found = times(a=1.0, b=2.0)
-    found["", "b"] = Cell(found["", "b"].samples, is_modelled=True)
-    assert verdict_of(BEST.effects(found)).words == "holds (modelled)"
+    result = times(a=1.0, b=2.0)
+    result["", "b"] = Cell(result["", "b"].samples, is_modelled=True)
+    assert verdict_of(BEST.effects(result)).words == "holds (modelled)"
 
 
 # -- of every claim that ships -------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def doctored(claim: Claim, given: dict[tuple[str, str], Cell]) -> dict[tuple[str
     if isinstance(claim, Within):
         scale = 2 * claim.high if claim.high != float("inf") else claim.low / 2
         values = {key: cell.samples[claim.metric.name] for key, cell in given.items()}
-        moved = {key: Sample(one.sums * scale / one.value, one.counts) for key, one in values.items()}
+        moved = {key: Sample(each.sums * scale / each.value, each.counts) for key, each in values.items()}
         return {key: Cell({claim.metric.name: moved[key]}) for key in given}
     keys = list(given)
     if isinstance(claim, Lowest):
@@ -173,16 +173,16 @@ def doctored(claim: Claim, given: dict[tuple[str, str], Cell]) -> dict[tuple[str
     ("experiment", "claim"), CLAIMS, ids=[f"{experiment.name}: {claim.text}" for experiment, claim in CLAIMS]
 )
 def test_every_claim_can_hold_and_has_a_twin_that_does_not(experiment: Experiment, claim: Claim) -> None:
-    given = supporting(experiment, claim)
-    assert kind(claim, given) == HOLDS
-    assert kind(claim, doctored(claim, given)) != HOLDS
+    values = supporting(experiment, claim)
+    assert kind(claim, values) == HOLDS
+    assert kind(claim, doctored(claim, values)) != HOLDS
 
 
 def test_shuffled_names_give_every_system_anothers_numbers() -> None:
-    given = times(a=1.0, b=2.0, c=3.0)
+    values = times(a=1.0, b=2.0, c=3.0)
     for seed in range(20):
-        other = shuffled(given, Random(seed))
-        assert set(other) == set(given) and all(other[key] is not given[key] for key in given)
+        other = shuffled(values, Random(seed))
+        assert set(other) == set(values) and all(other[key] is not values[key] for key in values)
     alone = cells(TPOT, {("1", "a"): 1.0, ("2", "a"): 2.0, ("3", "a"): 3.0})
     assert all(shuffled(alone, Random(0))[key] is not alone[key] for key in alone), "of a single system, points move"
 

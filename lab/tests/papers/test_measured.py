@@ -49,10 +49,10 @@ def test_similarity_that_has_nothing_to_do_with_hits_does_not_hold() -> None:
         similar = dice.random(30).astype(np.float32)
         pairs.append((similar, (similar + 0.1 * dice.random(30)).astype(np.float32)))
     x, y = (np.concatenate(values) for values in zip(*pairs, strict=True))
-    found = fmoe.pearson(pairs)
-    assert found.value == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-4)
+    result = fmoe.pearson(pairs)
+    assert result.value == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-4)
     judged = claim("fmoe:8", "by trajectory, as in the paper")
-    assert holds(judged, fmoe.PEARSON.name, "trajectory", found)
+    assert holds(judged, fmoe.PEARSON.name, "trajectory", result)
     strangers = fmoe.pearson([(similar, dice.permutation(right)) for similar, right in pairs])
     assert not holds(judged, fmoe.PEARSON.name, "trajectory", strangers)
 
@@ -75,9 +75,9 @@ def test_few_experts_used_often_are_few_and_all_of_them_are_not() -> None:
 
 def test_use_is_uniform_where_each_request_uses_others_and_not_where_all_use_the_same() -> None:
     judged = claim("moe-infinity:4.1", "merged over requests use is uniform, to 5 %")
-    others = moe_infinity.evenness([request([at], 9) for at in range(100)])
+    rest = moe_infinity.evenness([request([at], 9) for at in range(100)])
     same = moe_infinity.evenness([request([at % 3], 9) for at in range(100)])
-    assert others.value == pytest.approx(1.0)
+    assert rest.value == pytest.approx(1.0)
     assert same.value == pytest.approx(np.log2(3) / np.log2(100), abs=1e-3)
     name = moe_infinity.EVEN.name
-    assert holds(judged, name, "all requests", others) and not holds(judged, name, "all requests", same)
+    assert holds(judged, name, "all requests", rest) and not holds(judged, name, "all requests", same)

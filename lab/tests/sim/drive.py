@@ -57,7 +57,7 @@ def make_trace(
     """A trace of these forward passes. A full one has routing scores whose highest are the chosen, embeddings that say
     what the first layer chooses, a lookahead that is right, and router inputs that are the scores.
     """
-    of_trace = [TraceLayer.of(one) if isinstance(one, LayerGeometry) else one for one in layers]
+    of_trace = [TraceLayer.of(layer) if isinstance(layer, LayerGeometry) else layer for layer in layers]
     top_k = max_top_k(of_trace)
     fields = [
         trace_field("probs", of_trace),
@@ -123,13 +123,13 @@ def random_passes(
     """Skewed routing; each request begins with a prompt of so many tokens. With `gaps`, some layers do not run for some
     rows and others choose fewer experts."""
     rng = np.random.default_rng(seed)
-    popularity = [rng.permutation(1 / np.arange(1, one.num_experts + 1)) for one in layers]
+    popularity = [rng.permutation(1 / np.arange(1, layer.num_experts + 1)) for layer in layers]
 
     def row() -> list[list[int]]:
         chosen = []
-        for one, weights in zip(layers, popularity, strict=True):
-            num = one.top_k if rng.random() >= gaps else int(rng.integers(0, one.top_k + 1))
-            chosen.append(rng.choice(one.num_experts, num, replace=False, p=weights / weights.sum()).tolist())
+        for each, weights in zip(layers, popularity, strict=True):
+            num = each.top_k if rng.random() >= gaps else int(rng.integers(0, each.top_k + 1))
+            chosen.append(rng.choice(each.num_experts, num, replace=False, p=weights / weights.sum()).tolist())
         return chosen
 
     passes: list[Pass] = []
@@ -161,7 +161,7 @@ def make_study(
 ) -> Study:
     """A study of the trace's own sizes; a learned predictor has weights of no training."""
     settings.setdefault("learned", random_weights(trace.manifest.layers, max_experts(trace.manifest.layers)))
-    layers = tuple(one.geometry() for one in trace.manifest.layers)
+    layers = tuple(layer.geometry() for layer in trace.manifest.layers)
     known: Any = None if None in layers else layers
     schedule = make_schedule(trace, selection or Selection())
     return Study(trace, schedule, hardware or toy(), known, trace.manifest.dense, **settings)
@@ -169,7 +169,7 @@ def make_study(
 
 def can_run(trace: Trace) -> list[str]:
     """The presets that this trace has what they need of."""
-    return [name for name, one in SYSTEMS.items() if all(need == "future" or trace.has(need) for need in one.needs)]
+    return [name for name, each in SYSTEMS.items() if all(need == "future" or trace.has(need) for need in each.needs)]
 
 
 def results(study: Study, systems: Sequence[str], memory: str | int) -> dict[str, dict[str, Any]]:

@@ -77,14 +77,14 @@ def test_each_system_has_its_own_segments_and_the_bounds_of_each(tmp_path: Path)
     assert [(row["system"], row["segments"]) for row in bounds] == [(name, p) for p in (1, 4, 3) for name in BOUNDS]
     for row, name in zip(asked, ("lru", "lru", "lfu"), strict=True):
         study = make_study(trace, segments=row["segments"])
-        alone, *others = next(study.results([name], [memory]))
+        alone, *rest = next(study.results([name], [memory]))
         assert row | {"system": name} == alone, "what the others are cut into changes nothing"
-        assert [one for one in bounds if one["segments"] == row["segments"]] == others
-        assert {one["segments"] for one in next(study.results(["lru:segments=2"], [memory]))} == {row["segments"]}
+        assert [bound for bound in bounds if bound["segments"] == row["segments"]] == rest
+        assert {each["segments"] for each in next(study.results(["lru:segments=2"], [memory]))} == {row["segments"]}
 
 
 def test_where_sizes_are_unknown_any_number_divides(tmp_path: Path) -> None:
-    bare = [TraceLayer(one.num_experts, one.top_k) for one in LAYERS]
+    bare = [TraceLayer(layer.num_experts, layer.top_k) for layer in LAYERS]
     trace = random_trace(tmp_path / "bare", bare, 0, 20)
     rows = [make_study(trace).row(get_system(name), Memory("40%")) for name in ("lru", "lru:segments=7")]
     assert [row["segments"] for row in rows] == [1, 7] and all(row["hit_rate"] is not None for row in rows)
@@ -129,9 +129,9 @@ def test_the_layer_that_needs_more_is_given_more_and_the_others_lose_nothing_by_
     study = make_study(planted, toy(link=Link(0.25e9, 0)))
     rows = results(study, ["moepic:tau=100:zeta=0.05", "moepic:allocation=split"], "50%")
     ours, fixed = rows["moepic:tau=100:zeta=0.05"], rows["moepic:allocation=split"]
-    found = ours["allocation"]
-    assert found["configurations"] == 2, "of 300 tokens after each 100"
-    assert found["experts"][0] > max(found["experts"][1:])
+    result = ours["allocation"]
+    assert result["configurations"] == 2, "of 300 tokens after each 100"
+    assert result["experts"][0] > max(result["experts"][1:])
     assert ours["tpot_s"] < fixed["tpot_s"]
     assert ours["memory_bytes"] == fixed["memory_bytes"]
     assert fixed["allocation"]["split"] == [{"kept_experts": 11, "theta": 0.5}] * 4

@@ -29,7 +29,7 @@ from lab.tests.sim.drive import (
     with_bounds,
 )
 
-DEMAND_ONLY = [name for name, one in SYSTEMS.items() if one.prediction == "none" and not one.keeps_everything]
+DEMAND_ONLY = [name for name, each in SYSTEMS.items() if each.prediction == "none" and not each.keeps_everything]
 ASYNCHRONOUS = [name for name, system in SYSTEMS.items() if system.prediction != "none"]
 
 
@@ -98,11 +98,11 @@ def test_all_of_the_memory_is_enough_for_every_system(tmp_path: Path) -> None:
     study = make_study(trace)
     experts = trace.rows("experts", 0, trace.num_rows)
     distinct = sum(len(np.unique(experts[:, layer])) for layer in range(2)) * layers[0].expert_nbytes
-    others = ("modelled-lookahead", "pre-gated")  # one predicts wrong, one keeps nothing
+    rest = ("modelled-lookahead", "pre-gated")  # one predicts wrong, one keeps nothing
     again = {"moepic": layers[0].expert_nbytes}  # begins with halves: what then lies in several places is dropped
     for name, row in results(study, can_run(trace), "100%").items():
         least = 0 if name == "resident" else distinct
-        assert least <= row["bytes_loaded"] <= least + again.get(name, 0) or name in others, name
+        assert least <= row["bytes_loaded"] <= least + again.get(name, 0) or name in rest, name
 
 
 def test_belady_reaches_the_known_optimum_of_a_loop(tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_belady_reaches_the_known_optimum_of_a_loop(tmp_path: Path) -> None:
         # hits as if it had K more.
         rows = results(study, ["lru", "belady"], capacity)
         assert rows["lru"]["hit_rate"] == 0, "a loop is LRU's worst case"
-        found = rows["belady"]["hit_rate"] * 2 * 120 * 2
-        assert expected <= found <= most_hits_of_loop(workload, capacity + 2)
+        actual = rows["belady"]["hit_rate"] * 2 * 120 * 2
+        assert expected <= actual <= most_hits_of_loop(workload, capacity + 2)
 
 
 @pytest.mark.parametrize(("seed", "prompt", "segments"), [(0, 0, 1), (1, 0, 4), (2, 4, 2)])
@@ -171,9 +171,9 @@ def test_a_faster_link_never_makes_it_slower(prompt: int, tmp_path: Path) -> Non
     layers = sized(2, 10, 2)
     trace = random_trace(tmp_path / "trace", layers, 4, 30, prompt=prompt, num_requests=2)
     rates = (0.1e9, 0.2e9, 0.4e9, 1.6e9)
-    found = [results(make_study(trace, toy(link=Link(r, 40)), segments=2), DEMAND_ONLY, "30%") for r in rates]
+    result = [results(make_study(trace, toy(link=Link(r, 40)), segments=2), DEMAND_ONLY, "30%") for r in rates]
     for name in DEMAND_ONLY:
-        for slow, fast in pairwise(rows[name] for rows in found):
+        for slow, fast in pairwise(rows[name] for rows in result):
             assert fast["tpot_s"] <= slow["tpot_s"] and fast["bytes_loaded"] == slow["bytes_loaded"], name
             assert (fast["ttft_s"] or 0) <= (slow["ttft_s"] or 0), name
 
@@ -197,7 +197,7 @@ def test_stalls_and_computing_are_all_the_time_there_is(segments: int, tmp_path:
 
 def test_without_sizes_hits_are_those_with_sizes(tmp_path: Path) -> None:
     layers = sized(2, 12, 2)
-    bare = [TraceLayer(one.num_experts, one.top_k) for one in layers]
+    bare = [TraceLayer(layer.num_experts, layer.top_k) for layer in layers]
     sized_trace, bare_trace = (
         random_trace(tmp_path / "sized", layers, 9, 40),
         random_trace(tmp_path / "bare", bare, 9, 40),

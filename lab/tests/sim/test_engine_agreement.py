@@ -64,8 +64,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def counted(counters: list[LayerCounters], names: tuple[str, ...] = COUNTED) -> list[dict[str, dict[str, Any]]]:
     """Of each layer, by phase."""
-    layers = [{"prefill": asdict(one.prefill), "decode": asdict(one.decode)} for one in counters]
-    return [{phase: {name: one[phase][name] for name in names} for phase in one} for one in layers]
+    layers = [{"prefill": asdict(counter.prefill), "decode": asdict(counter.decode)} for counter in counters]
+    return [{phase: {name: layer[phase][name] for name in names} for phase in layer} for layer in layers]
 
 
 def run_engine(model: Any, folder: Path, *, batch: bool = False, full: bool = False) -> None:
@@ -116,12 +116,14 @@ def test_engine_and_simulator_count_the_same(
         run_engine(model, tmp_path / "trace")
         expected = counted(handle(model).engine.scheduler.counters)
         trace = Trace.open(tmp_path / "trace")
-        found = counted(simulated(trace, system, model).scheduler.counters)
-    assert found == expected
+        actual = counted(simulated(trace, system, model).scheduler.counters)
+    assert actual == expected
     decode = [layer["decode"] for layer in expected]
-    assert all(one["hits"] + one["partial_hits"] + one["misses"] == 2 * 6 * 3 for one in decode), "it was a real run"
+    assert all(each["hits"] + each["partial_hits"] + each["misses"] == 2 * 6 * 3 for each in decode), (
+        "it was a real run"
+    )
     if system != "resident":
-        assert sum(one["loaded_nbytes"] for one in decode) > 0
+        assert sum(each["loaded_nbytes"] for each in decode) > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "jamba", "switch_transformers"])
@@ -162,4 +164,4 @@ def test_predictions_and_what_comes_of_them_agree(
             if name != "requests":  # numbered by who serves them
                 np.testing.assert_array_equal(simulator.predictor.learned.state()[name], array)
     decode = [layer["decode"] for layer in expected]
-    assert sum(one["predicted"] for one in decode) > 0 and sum(one["prefetched_in_time"] for one in decode) > 0
+    assert sum(each["predicted"] for each in decode) > 0 and sum(each["prefetched_in_time"] for each in decode) > 0

@@ -28,14 +28,14 @@ def trace_of(folder: Path) -> Trace:
 def spans_of(trace: Trace, order: list[int], cut: int = 0) -> list[RowRange]:
     """Requests in that order, each without its last `cut` rows."""
     requests = [trace.requests[number] for number in order]
-    return [RowRange(one.number, one.first_row, one.num_rows - cut) for one in requests]
+    return [RowRange(request.number, request.first_row, request.num_rows - cut) for request in requests]
 
 
 def assert_is_the_scan(workload: TraceWorkload) -> None:
     """Every demand's next use, and what the next layers need, are what a scan of all that follows finds."""
     geometry = Geometry(LAYERS)
     everything = list(workload.iterations())
-    needs = [{demand.layer: demand.experts for demand in one.layers} for one in everything]
+    needs = [{demand.layer: demand.experts for demand in each.layers} for each in everything]
     future = TraceFuture(workload, geometry, next_uses(workload))
     num_layers, num_seen = len(LAYERS), 0
     for iteration in future.iterations():
@@ -45,8 +45,8 @@ def assert_is_the_scan(workload: TraceWorkload) -> None:
             assert future.step == iteration.index * num_layers + demand.layer
             for expert in demand.experts:
                 later = (i for i in range(num_seen + 1, len(needs)) if expert in needs[i].get(demand.layer, ()))
-                found = next(later, None)
-                expected = NEVER if found is None else found * num_layers + demand.layer
+                actual = next(later, None)
+                expected = NEVER if actual is None else actual * num_layers + demand.layer
                 assert future.next_use(geometry.expert_id(demand.layer, expert)) == expected
             for ahead in range(num_layers + 1):
                 index, layer = divmod(future.step + ahead, num_layers)

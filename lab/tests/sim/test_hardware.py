@@ -142,13 +142,13 @@ itemsize = 2
 
 @pytest.mark.parametrize("name", shipped("geometry"))
 def test_all_weights_together_are_the_published_number(name: str):
-    found = read_geometry(name)
+    result = read_geometry(name)
     billions, vocabulary, num_layers, num_experts, top_k = PUBLISHED[name]
-    layer = found.layers[0]
-    assert (found.name, len(found.layers), layer.num_experts, layer.top_k) == (name, num_layers, num_experts, top_k)
-    assert found.dense is not None
-    weights = Geometry(tuple(one.unquantised() for one in found.layers))
-    nbytes = weights.nbytes + num_layers * found.dense.layer_nbytes + found.dense.head_nbytes
+    layer = result.layers[0]
+    assert (result.name, len(result.layers), layer.num_experts, layer.top_k) == (name, num_layers, num_experts, top_k)
+    assert result.dense is not None
+    weights = Geometry(tuple(layer.unquantised() for layer in result.layers))
+    nbytes = weights.nbytes + num_layers * result.dense.layer_nbytes + result.dense.head_nbytes
     embedding = vocabulary * layer.hidden_size  # of which a token reads a row
     assert (nbytes / layer.itemsize + embedding) / 1e9 == pytest.approx(billions, rel=0.005)
 

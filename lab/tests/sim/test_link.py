@@ -26,7 +26,7 @@ class Watch:
         self.moves: list[tuple[int, int, int]] = []
         self.takes: list[tuple[int, int]] = []
 
-    def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
+    def computed(self, text: str, layer: int, begin_ns: int, end_ns: int) -> None:
         raise AssertionError("a link computes nothing")
 
     def moved(self, span: Span, begin_ns: int, end_ns: int) -> None:
@@ -112,8 +112,8 @@ def test_spans_arrive_once_in_time_order_and_moves_never_overlap(seed: int) -> N
         asked += spans
         if dice.random() < 0.2:
             cancelled += link.cancel(dice.randrange(2))
-        while dice.random() < 0.6 and (found := link.poll()) is not None:
-            came.append(found)
+        while dice.random() < 0.6 and (result := link.poll()) is not None:
+            came.append(result)
         clock.now_ns += dice.randrange(150)
     while len(came) + len(cancelled) < len(asked):
         came.append(link.wait())

@@ -38,7 +38,7 @@ def test_time_without_a_request_is_neither_busy_nor_stalled() -> None:
     metrics.add(iteration((0,), arrival_ns=0), 0, 100, 50)
     metrics.add(iteration((1,), arrival_ns=1000), 1000, 1100, 0)
     assert metrics.stall_share == 50 / 200
-    assert [one["latency_s"] for one in metrics.times_by_request(True)] == pytest.approx([1e-7, 1e-7])
+    assert [each["latency_s"] for each in metrics.times_by_request(True)] == pytest.approx([1e-7, 1e-7])
 
 
 def test_hits_of_a_batch_are_nobodys() -> None:

@@ -86,7 +86,7 @@ def test_rows_say_how_they_predicted(tmp_path: Path) -> None:
     assert fmoe["history"] == rows["lru:prediction=popularity"]["history"] == "empty"
     assert fmoe["predictor"]["trajectory_searches"] > 0 and fmoe["predictor"]["maps"] == 3 * 45
     assert 0 <= fmoe["recall"] <= 1
-    assert [one["layer"] for one in fmoe["layers"]] == [0, 1, 2, 3] and 0 <= fmoe["layers"][2]["goodpred"] <= 1
+    assert [each["layer"] for each in fmoe["layers"]] == [0, 1, 2, 3] and 0 <= fmoe["layers"][2]["goodpred"] <= 1
     assert 0 < fmoe["wasted_bytes"] < fmoe["prefetched_bytes"] < fmoe["bytes_loaded"]
 
 
@@ -186,7 +186,7 @@ def test_counts_keep_and_load_what_was_asked_for_most(tmp_path: Path) -> None:
     for name in ("brainstorm", "moe-infinity-lfu"):
         simulator = study.simulate(get_system(name), Memory("3/layer", 3).budget(study.geometry))
         decode = [counters.decode for counters in simulator.scheduler.counters]
-        assert sum(one.hits for one in decode) == 54 * 8 - 8, "all but the first time"
+        assert sum(each.hits for each in decode) == 54 * 8 - 8, "all but the first time"
         assert simulator.scheduler.cache.partitions[0] is simulator.scheduler.cache.partitions[3], (
             "one cache over all layers"
         )

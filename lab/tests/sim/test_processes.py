@@ -42,20 +42,20 @@ def started(folder: Path, items: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def are_gone(folder: Path) -> bool:
-    return not any(Path("/proc", one.name).exists() for one in folder.iterdir() if one.name.isdecimal())
+    return not any(Path("/proc", each.name).exists() for each in folder.iterdir() if each.name.isdecimal())
 
 
 def test_results_come_from_as_many_workers_as_asked_for(tmp_path: Path) -> None:
     assert dict(started(tmp_path, [3, 1, 2, 5])) == {0: 30, 1: 10, 2: 20, 3: 50}
-    workers = {one.name for one in tmp_path.iterdir() if one.name.isdecimal()}
+    workers = {each.name for each in tmp_path.iterdir() if each.name.isdecimal()}
     assert 1 <= len(workers) <= 2 and str(os.getpid()) not in workers and are_gone(tmp_path)
 
 
 def test_what_ends_first_comes_first(tmp_path: Path) -> None:
-    found = as_finished(2, partial(made, tmp_path), do, [93, 1, 2])
-    assert [next(found), next(found)] in ([(1, 10), (2, 20)], [(2, 20), (1, 10)])
+    result = as_finished(2, partial(made, tmp_path), do, [93, 1, 2])
+    assert [next(result), next(result)] in ([(1, 10), (2, 20)], [(2, 20), (1, 10)])
     (tmp_path / "go on").touch()
-    assert list(found) == [(0, 930)]
+    assert list(result) == [(0, 930)]
 
 
 def test_an_error_is_the_callers_and_ends_the_others(tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ def hit_rate(study: Study, system: str, capacity: int) -> float:
     budget = Memory(f"{capacity}/layer", capacity).budget(study.geometry)
     for layer in study.simulate(SYSTEMS[system], budget).scheduler.counters:
         counters.add(layer.decode)
-    found = counters.rates()["hit_rate"]
-    assert found is not None
-    return found
+    result = counters.rates()["hit_rate"]
+    assert result is not None
+    return result
 
 
 def naive_hit_rate(experts: Experts, capacity: int, policy: str) -> float:
@@ -74,8 +74,8 @@ def naive_hit_rate(experts: Experts, capacity: int, policy: str) -> float:
             for expert in row:
                 if expert not in cache:
                     if len(cache) == capacity:
-                        others = [one for one in cache if one not in row]
-                        victim = min(others, key=lambda one: (count[one], one)) if policy == "lfu" else others[0]
+                        rest = [each for each in cache if each not in row]
+                        victim = min(rest, key=lambda value: (count[value], value)) if policy == "lfu" else rest[0]
                         cache.remove(victim)
                     cache.append(expert)
             for expert in sorted(row):
@@ -91,8 +91,8 @@ def test_real_routing_hits_as_a_naive_loop_says(capacity: int, tmp_path: Path) -
     study = make_study(trace, Hardware.read("rtx3090"), selection=Selection(num_tokens=num_tokens))
     experts = trace.rows("experts", 0, num_tokens)
     for policy in ("lru", "lfu", "belady"):
-        found = hit_rate(study, policy, capacity)
-        assert found == pytest.approx(naive_hit_rate(experts, capacity, policy), abs=1e-3), policy
+        result = hit_rate(study, policy, capacity)
+        assert result == pytest.approx(naive_hit_rate(experts, capacity, policy), abs=1e-3), policy
 
 
 @pytest.mark.slow
@@ -102,6 +102,6 @@ def test_translation_in_full(tmp_path: Path) -> None:
     trace, num_tokens = imported(tmp_path / "trace", "translation"), 8000
     study = make_study(trace, Hardware.read("rtx3090"), selection=Selection(num_tokens=num_tokens))
     for system, expected in {"lru": 0.619, "lfu": 0.666, "belady": 0.790}.items():
-        found = naive_hit_rate(trace.rows("experts", 0, num_tokens), 16, system)
-        assert found == pytest.approx(expected, abs=0.005), system
-        assert hit_rate(study, system, 16) == pytest.approx(found, abs=0.005), system
+        actual = naive_hit_rate(trace.rows("experts", 0, num_tokens), 16, system)
+        assert actual == pytest.approx(expected, abs=0.005), system
+        assert hit_rate(study, system, 16) == pytest.approx(actual, abs=0.005), system

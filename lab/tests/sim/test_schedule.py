@@ -44,15 +44,15 @@ def test_the_whole_trace_runs_or_its_first_requests(tmp_path: Path) -> None:
 
 
 def test_a_split_is_stratified_disjoint_whole_and_repeatable() -> None:
-    given = requests(*(["law"] * 10 + ["code"] * 20 + [None] * 10))
-    training, test = split_requests(given, (7, 3), 5)
-    assert sorted(one.number for one in training + test) == list(range(40))
+    values = requests(*(["law"] * 10 + ["code"] * 20 + [None] * 10))
+    training, test = split_requests(values, (7, 3), 5)
+    assert sorted(each.number for each in training + test) == list(range(40))
     for category, num in (("law", 7), ("code", 14), (None, 7)):
-        assert sum(one.category == category for one in training) == num
-    assert split_requests(given, (7, 3), 5) == (training, test)
-    others = [split_requests(given, (7, 3), seed) for seed in range(6, 9)]
-    assert all(other != (training, test) for other in others), "another seed, another split"
-    numbers = [one.number for one in test]
+        assert sum(each.category == category for each in training) == num
+    assert split_requests(values, (7, 3), 5) == (training, test)
+    rest = [split_requests(values, (7, 3), seed) for seed in range(6, 9)]
+    assert all(other != (training, test) for other in rest), "another seed, another split"
+    numbers = [each.number for each in test]
     assert numbers != sorted(numbers), "shuffled"
 
 
@@ -93,10 +93,10 @@ def test_mixed_requests_cannot_be_picked(selection: Selection, flag: str, tmp_pa
     trace = make_trace(tmp_path / "together", together, layers, num_requests=3)
     in_turns = [(0, False, [[[0]]]), (1, False, [[[0]]]), (0, False, [[[1]]])]
     turns = make_trace(tmp_path / "turns", in_turns, layers, num_requests=2)
-    for one in (trace, turns):
+    for each in (trace, turns):
         with pytest.raises(ConfigError, match=f"^{flag}: request . of .* ran together with others"):
-            make_schedule(one, selection)
-        assert make_schedule(one, Selection(num_tokens=2)).test == [RowRange(None, 0, 2)]
+            make_schedule(each, selection)
+        assert make_schedule(each, Selection(num_tokens=2)).test == [RowRange(None, 0, 2)]
     with pytest.raises(ConfigError, match=r"^arrivals: request"):
         make_schedule(trace, Selection(), arrivals((0, 1, 1)))
 
@@ -130,7 +130,7 @@ def test_requests_queue_first_come_first_served(tmp_path: Path) -> None:
     row = results(study, ["lru"], "100%")["lru"]
     ends = [3 * 1148, 3 * 1148 + 2 * 1148, 9000 + 3 * 1148]  # the second waits for the first, the third for nobody
     latencies = sorted([ends[0], ends[1] - 1000, ends[2] - 9000])
-    assert [round(1e9 * one) for one in row["latency_s"]["sorted"]] == latencies
+    assert [round(1e9 * each) for each in row["latency_s"]["sorted"]] == latencies
     assert row["latency_s"]["p50"] * 1e9 == pytest.approx(latencies[1])
     assert row["latency_s"]["max"] == row["latency_s"]["p99"] == row["latency_s"]["sorted"][-1]
     first_tokens = [1148, 4 * 1148 - 1000, 1148]  # from the arrival

@@ -22,7 +22,7 @@ from expertly_lab.trace.schema import TraceLayer
 from lab.tests.sim.drive import make_study, make_trace, random_trace, results, sized, toy, with_bounds
 
 LAYERS = sized(3, 8, 2)
-BARE = [TraceLayer(one.num_experts, one.top_k) for one in LAYERS]
+BARE = [TraceLayer(layer.num_experts, layer.top_k) for layer in LAYERS]
 
 
 def small(folder: Path, **settings: int) -> Trace:
@@ -60,12 +60,12 @@ def test_prompts_alone_have_a_ttft_and_nothing_of_decode(tmp_path: Path) -> None
 
 
 def test_resident_runs_once_for_all_budgets(tmp_path: Path) -> None:
-    told: list[str] = []
-    study = make_study(small(tmp_path), progress=lambda what, done, total: told.append(f"{what} of {total}"))
+    message: list[str] = []
+    study = make_study(small(tmp_path), progress=lambda text, done, total: message.append(f"{text} of {total}"))
     rows = [row for rows in study.results(["lru"], [Memory("30%"), Memory("60%")]) for row in rows]
     residents = [row for row in rows if row["system"] == "resident"]
     assert [row.pop("memory") for row in residents] == ["30%", "60%"] and residents[0] == residents[1]
-    assert told == [
+    assert message == [
         *(f"{name}, 30% of 12" for name in ("lru", "belady", "belady-global", "oracle")), "resident of 12",
         *(f"{name}, 60% of 12" for name in ("lru", "belady", "belady-global", "oracle")),
     ]  # fmt: skip
@@ -88,13 +88,13 @@ def test_each_requests_hit_rate_is_of_its_own_decode(tmp_path: Path) -> None:
 def test_processes_find_the_same_rows(tmp_path: Path) -> None:
     """With what predictors learn from a training part."""
     trace = random_trace(tmp_path / "trace", LAYERS, 0, 60, prompt=4, num_requests=4)
-    found = []
+    result = []
     for jobs in (1, 2):
         study = make_study(trace, selection=Selection(split=(1, 1)))
         rows = list(study.results(["lru", "fmoe:capacity=16", "lru:segments=2"], [Memory("40%"), Memory("60%")], jobs))
-        found.append((rows, study.wants))
-    assert found[0] == found[1]
-    assert [len(rows) for rows in found[0][0]] == [11, 11] and "scores" in found[0][1]
+        result.append((rows, study.wants))
+    assert result[0] == result[1]
+    assert [len(rows) for rows in result[0][0]] == [11, 11] and "scores" in result[0][1]
 
 
 @pytest.mark.parametrize(("worth", "begun"), [(1, [2]), (10**6, [])])

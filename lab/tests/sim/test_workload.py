@@ -38,8 +38,8 @@ def test_demands_are_those_of_the_rows(
     experts = trace.rows("experts", 0, trace.num_rows)
     is_prefill = trace.rows("is_prefill", 0, trace.num_rows)
     row = 0
-    for number, (iteration, given) in enumerate(zip(whole(trace).iterations(), passes, strict=True)):
-        request, prefill, rows = given
+    for number, (iteration, values) in enumerate(zip(whole(trace).iterations(), passes, strict=True)):
+        request, prefill, rows = values
         assert (iteration.index, iteration.first_row, iteration.trace_row) == (number, row, row)
         assert (iteration.requests, iteration.num_tokens) == ((request,), len(rows))
         assert iteration.is_prefill is prefill and iteration.prefilling == ((request,) if prefill else ())
@@ -71,11 +71,11 @@ def test_spans_are_served_in_their_order_and_may_end_within_an_iteration(tmp_pat
     trace = make_trace(tmp_path / "trace", passes, LAYERS, num_requests=2)
     spans = [RowRange(1, 8, 8, arrival_ns=70), RowRange(0, 0, 3, arrival_ns=90)]
     workload = TraceWorkload(trace, spans)
-    found = [
-        (one.index, one.requests, one.num_tokens, one.first_row, one.trace_row, one.arrival_ns)
-        for one in workload.iterations()
+    actual = [
+        (each.index, each.requests, each.num_tokens, each.first_row, each.trace_row, each.arrival_ns)
+        for each in workload.iterations()
     ]
-    assert found == [
+    assert actual == [
         (0, (1,), 5, 0, 8, 70),
         (1, (1,), 1, 5, 13, 70),
         (2, (1,), 1, 6, 14, 70),
@@ -149,7 +149,7 @@ def test_only_wanted_fields_are_read_once_a_block(tmp_path: Path, monkeypatch: p
     trace = mixed_trace(tmp_path / "trace", is_full=True)
     read: list[str] = []
     rows = Trace.rows
-    monkeypatch.setattr(Trace, "rows", lambda self, field, *where: read.append(field) or rows(self, field, *where))
+    monkeypatch.setattr(Trace, "rows", lambda self, field, *place: read.append(field) or rows(self, field, *place))
     iterations = list(whole(trace).iterations())
     for iteration in iterations:
         assert iteration.began({"experts"}).embedding is None
@@ -173,26 +173,26 @@ def test_histories_are_the_rows_of_the_spans_in_their_order(
     monkeypatch.setattr(training_module, "_BLOCK_ROWS", block)
     trace = mixed_trace(tmp_path / "trace", is_full=is_full)
     spans = [RowRange(1, 17, 17), RowRange(0, 0, 17)]
-    found = list(histories(trace, spans, EVERYTHING))
+    result = list(histories(trace, spans, EVERYTHING))
     order = np.r_[17:34, 0:17]
     fields = {name: trace.rows(name, 0, trace.num_rows)[order] for name in trace.manifest.fields}
-    np.testing.assert_array_equal(np.concatenate([one.requests for one in found]), fields["request"])
-    np.testing.assert_array_equal(np.concatenate([one.is_prefill for one in found]), fields["is_prefill"])
-    np.testing.assert_array_equal(np.concatenate([one.experts for one in found]), fields["experts"])
-    scores = np.concatenate([one.scores for one in found])
+    np.testing.assert_array_equal(np.concatenate([each.requests for each in result]), fields["request"])
+    np.testing.assert_array_equal(np.concatenate([each.is_prefill for each in result]), fields["is_prefill"])
+    np.testing.assert_array_equal(np.concatenate([each.experts for each in result]), fields["experts"])
+    scores = np.concatenate([each.scores for each in result])
     assert scores.shape == (34, 3, 20) and scores.dtype == np.float32
     assert not scores[:, 0, 9:].any(), "layer 0 has fewer experts than others"
     if is_full:
         np.testing.assert_array_equal(scores, fields["probs"])
-        np.testing.assert_array_equal(np.concatenate([one.embedding for one in found]), fields["embedding"])
+        np.testing.assert_array_equal(np.concatenate([each.embedding for each in result]), fields["embedding"])
     else:
         for layer, shape in enumerate(WIDE):
             chosen = fields["experts"][:, layer], fields["weights"][:, layer]
             np.testing.assert_array_equal(
                 scores[:, layer, : shape.num_experts], scores_of_choices(*chosen, shape.num_experts)
             )
-        assert all(one.embedding is None for one in found)
-    assert all(one.embedding is None for one in histories(trace, spans, {"scores"}))
+        assert all(each.embedding is None for each in result)
+    assert all(each.embedding is None for each in histories(trace, spans, {"scores"}))
 
 
 def test_embeddings_that_a_trace_makes_up_and_scores_that_are_not_normalised(tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ def test_embeddings_that_a_trace_makes_up_and_scores_that_are_not_normalised(tmp
     began = iteration.began({"embedding"})
     np.testing.assert_array_equal(began.embedding, token_vectors(rows["token"], 16).astype(np.float32))
     routed = iteration.routed(RouterRan(1, [], [], [], 6), {"scores"})
-    given = rows["probs"][:, 1, :6].astype(np.float32)
+    values = rows["probs"][:, 1, :6].astype(np.float32)
     assert routed.scores is not None
-    np.testing.assert_allclose(routed.scores, given / given.sum(axis=1, keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(routed.scores, values / values.sum(axis=1, keepdims=True), rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_experts", [8, 256])

@@ -54,8 +54,8 @@ def write_trace(folder: Path, rows: Sequence[Rows], rows_per_shard: int = 8, fie
     """One request whose iterations are `rows`."""
     with open_writer(folder, rows_per_shard, fields) as writer:
         writer.begin_request("test", "hello", 3)
-        for one in rows:
-            writer.append(one)
+        for row in rows:
+            writer.append(row)
     return folder
 
 
@@ -65,26 +65,26 @@ def write_partial(
     """The same, of a recording that is interrupted after them."""
     with contextlib.suppress(KeyboardInterrupt), open_writer(folder, rows_per_shard, fields) as writer:
         writer.begin_request("code", "hello", 3)
-        for one in rows:
-            writer.append(one)
+        for row in rows:
+            writer.append(row)
         raise KeyboardInterrupt
     return folder
 
 
 def joined(rows: Sequence[Rows]) -> Rows:
     """All rows, with the fields that the writer adds."""
-    sizes = [len(one["token"]) for one in rows]
-    columns = {name: np.concatenate([one[name] for one in rows]) for name in rows[0]}
+    sizes = [len(row["token"]) for row in rows]
+    columns = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
     return columns | {"iteration": np.repeat(np.arange(len(rows)), sizes)}
 
 
 def assert_holds(trace: Trace, rows: Sequence[Rows]) -> None:
     """The trace is exactly these iterations."""
     assert trace.num_iterations == len(rows)
-    assert trace.num_rows == sum(len(one["token"]) for one in rows)
+    assert trace.num_rows == sum(len(row["token"]) for row in rows)
     for name, expected in joined(rows).items() if rows else ():
-        found = trace.rows(name, 0, trace.num_rows)
-        np.testing.assert_array_equal(found, expected, err_msg=name)
+        actual = trace.rows(name, 0, trace.num_rows)
+        np.testing.assert_array_equal(actual, expected, err_msg=name)
 
 
 def read_everything(trace: Trace) -> Iterator[Mapping[str, npt.NDArray[Any]]]:

@@ -46,14 +46,14 @@ def test_a_killed_recording_ends_with_its_last_shard(tmp_path: Path) -> None:
     assert_holds(trace, [random_rows(1 + number % 5, number) for number in range(trace.num_iterations)])
     request, iteration = (trace.rows(name, 0, trace.num_rows) for name in ("request", "iteration"))
     np.testing.assert_array_equal(request, iteration // 50)
-    assert sum(one.num_rows for one in trace.requests) == trace.num_rows
+    assert sum(request.num_rows for request in trace.requests) == trace.num_rows
 
 
 @pytest.mark.parametrize("fields", [(), FULL], ids=["small", "full"])
 def test_an_interrupted_recording_holds_all_that_was_appended(tmp_path: Path, fields) -> None:
     rows = iterations([3, 5, 2, 4, 1], fields)
     trace = Trace.open(write_partial(tmp_path / "trace", rows, 8, fields))
-    assert not trace.is_complete and [one.category for one in trace.requests] == ["code"]
+    assert not trace.is_complete and [request.category for request in trace.requests] == ["code"]
     assert_holds(trace, rows)
 
 
@@ -77,8 +77,8 @@ def test_every_step_of_a_shard_leaves_whole_shards(tmp_path: Path, monkeypatch: 
         patch.setattr(os, "fsync", copying(os.fsync))
         with open_writer(folder, 8) as writer:
             writer.begin_request()
-            for one in rows:
-                writer.append(one)
+            for row in rows:
+                writer.append(row)
     held = []
     for path in copies:
         if (path / "manifest.json").exists():

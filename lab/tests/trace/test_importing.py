@@ -56,7 +56,7 @@ def test_rows_are_the_sources_and_what_was_made_up_is_said(tmp_path: Path) -> No
         np.testing.assert_array_equal(trace.rows(field, 0, 8), expected[name])
     assert trace.rows("request", 0, 8).tolist() == [0, 0, 0, 2, 2, 2, 2, 2]
     assert trace.num_iterations == 8 and not trace.rows("is_prefill", 0, 8).any()
-    assert [one.num_rows for one in trace.requests] == LENGTHS
+    assert [request.num_rows for request in trace.requests] == LENGTHS
     assert (trace.manifest.created, trace.manifest.command, trace.is_complete) == ("now", "c", True)
     fields = trace.manifest.fields
     assert {name for name, field in fields.items() if not field.is_real} == {"embedding", "is_prefill"}
@@ -78,7 +78,11 @@ def test_files_beside_the_source_are_used(tmp_path: Path) -> None:
     trace = run_import(save(tmp_path, {"weights": None}))
     np.testing.assert_allclose(trace.rows("weights", 0, 8), probs / 255, rtol=1e-3)
     assert trace.is_real("weights")
-    assert [(one.category, one.prompt) for one in trace.requests] == [("code", "a"), (None, None), ("math", None)]
+    assert [(request.category, request.prompt) for request in trace.requests] == [
+        ("code", "a"),
+        (None, None),
+        ("math", None),
+    ]
 
 
 def test_the_number_of_experts(tmp_path: Path) -> None:
@@ -215,7 +219,7 @@ def test_published_routing(tmp_path: Path) -> None:
     assert (trace.num_rows, len(trace.requests), trace.manifest.layers) == (155_103, 532, (TraceLayer(32, 4),) * 24)
     with np.load(source) as arrays_of:
         np.testing.assert_array_equal(trace.rows("experts", 70_000, 90_000), arrays_of["experts"][70_000:90_000])
-        assert [one.num_rows for one in trace.requests] == arrays_of["seq_len"].tolist()
+        assert [request.num_rows for request in trace.requests] == arrays_of["seq_len"].tolist()
     assert trace.requests[0].category == "fact_checking"
     import_npz(DATA / "deepseek_v2_lite_esft" / "law.npz", tmp_path / "law", model="law")
     trace = Trace.open(tmp_path / "law")

@@ -44,12 +44,12 @@ def test_all_spans_equal_the_whole(tmp_path: Path) -> None:
 
 def test_rows_of_a_shard_are_a_read_only_view_of_the_file(tmp_path: Path) -> None:
     trace = Trace.open(write_trace(tmp_path / "trace", iterations(SIZES)))
-    found = trace.rows("weights", 0, 4)
-    base = found
+    result = trace.rows("weights", 0, 4)
+    base = result
     while isinstance(base.base, np.ndarray):
         base = base.base
     assert isinstance(base, np.memmap)
-    for values in (found, trace.rows("weights", 0, trace.num_rows)):
+    for values in (result, trace.rows("weights", 0, trace.num_rows)):
         with pytest.raises(ValueError, match="read-only"):
             values[0] = 1
 
@@ -83,13 +83,13 @@ def test_requests_know_their_rows(tmp_path: Path) -> None:
         writer.append(iterations([2])[0] | {"request": np.array([third, second])})
         never = writer.begin_request()
     requests = Trace.open(tmp_path / "trace").requests
-    assert [(one.first_row, one.num_rows, one.has_own_iterations) for one in requests] == [
+    assert [(request.first_row, request.num_rows, request.has_own_iterations) for request in requests] == [
         (0, 5, True),
         (5, 3, False),
         (7, 2, False),
         (0, 0, True),
     ]
-    assert [one.number for one in requests] == [first, second, third, never]
+    assert [request.number for request in requests] == [first, second, third, never]
     assert (requests[0].category, requests[0].prompt, requests[0].num_prompt_tokens) == ("code", "def f", 2)
     assert requests[2].prompt == "\ud800 lone"
 
@@ -108,9 +108,9 @@ def test_many_iterations_at_once_are_the_same_as_one_by_one(tmp_path: Path) -> N
 
 def test_shards_are_ordinary_safetensors(tmp_path: Path) -> None:
     rows = iterations([3])
-    found = load_file(write_trace(tmp_path / "trace", rows) / "rows-00000.safetensors")
-    np.testing.assert_array_equal(found["experts"], rows[0]["experts"])
-    assert found["iteration"].tolist() == [0, 0, 0] and found["request"].dtype == np.int32
+    result = load_file(write_trace(tmp_path / "trace", rows) / "rows-00000.safetensors")
+    np.testing.assert_array_equal(result["experts"], rows[0]["experts"])
+    assert result["iteration"].tolist() == [0, 0, 0] and result["request"].dtype == np.int32
 
 
 def test_the_manifest_keeps_what_is_known_of_the_model(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_vectors_stand_for_token_ids(tmp_path: Path) -> None:
     assert vectors[2, :3].tolist() == trace.rows("embedding", 6, 7)[0, :3].tolist()
     assert not trace.is_real("embedding")
     # The same on every machine.
-    found = token_vectors(np.array([0, 17], np.int32), 64)[:, :3].astype(np.float64)
-    np.testing.assert_allclose(found, [[0.6172, 0.0242, -0.0197], [0.2769, 0.1306, 0.1321]], atol=1e-3)
+    result = token_vectors(np.array([0, 17], np.int32), 64)[:, :3].astype(np.float64)
+    np.testing.assert_allclose(result, [[0.6172, 0.0242, -0.0197], [0.2769, 0.1306, 0.1321]], atol=1e-3)
 
 
 def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:

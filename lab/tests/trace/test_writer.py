@@ -127,8 +127,8 @@ def test_shards_of_wide_rows_stay_small(tmp_path: Path, monkeypatch: pytest.Monk
     rows = iterations([1] * 30, FULL)
     with open_writer(tmp_path / "trace", 1000, FULL) as writer:
         writer.begin_request()
-        for one in rows:
-            writer.append(one)
+        for row in rows:
+            writer.append(row)
     trace = Trace.open(tmp_path / "trace")
     assert_holds(trace, rows)
     assert len(trace.manifest.shards) >= 2

@@ -26,11 +26,11 @@ def cosine(left: Floats, right: Floats) -> float:
     return float(left @ right / length) if length else 0.0
 
 
-def cosines(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+def cosines(rows: np.ndarray, rest: np.ndarray) -> np.ndarray:
     """`cosine` of each row to each other, [T, n], of whatever dimensions they have."""
-    rows, others = (one.reshape(len(one), math.prod(one.shape[1:])).astype(np.float64) for one in (rows, others))
-    lengths = np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(others, axis=1)
-    return np.divide(rows @ others.T, lengths, out=np.zeros_like(lengths), where=lengths > 0)
+    rows, rest = (each.reshape(len(each), math.prod(each.shape[1:])).astype(np.float64) for each in (rows, rest))
+    lengths = np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(rest, axis=1)
+    return np.divide(rows @ rest.T, lengths, out=np.zeros_like(lengths), where=lengths > 0)
 
 
 class NaiveStore:
@@ -44,11 +44,11 @@ class NaiveStore:
 
     def add(self, scores: Floats, request: int, embedding: Floats | None) -> None:
         """Append, or replace the most redundant (the oldest of equals)."""
-        own = [slot for slot, row in enumerate(self.rows) if row[1] == request]
+        mine = [slot for slot, row in enumerate(self.rows) if row[1] == request]
         new = (self.num_added, request, scores, embedding)
         self.num_added += 1
-        if len(own) >= self.max_of_request:
-            candidates = own
+        if len(mine) >= self.max_of_request:
+            candidates = mine
         elif len(self.rows) < self.capacity:
             self.rows.append(new)
             return
@@ -99,13 +99,13 @@ class NaiveCollection:
             return
         if len(self.matrices) == self.capacity:
             cosines = [cosine(matrix, other) for other in self.matrices]
-            del self.matrices[next(at for at, found in enumerate(cosines) if found >= max(cosines) - TIE)]
+            del self.matrices[next(at for at, result in enumerate(cosines) if result >= max(cosines) - TIE)]
         self.matrices.append(matrix)
 
     def nearest(self, running: np.ndarray, layers: list[int], num: int) -> list[int]:
         """Places of the `num` nearest over the rows of these layers; of equal ones the newest; none of cosine 0."""
         cosines = [cosine(running[layers], matrix[layers]) for matrix in self.matrices]
-        alike = [at for at, found in enumerate(cosines) if found > TIE]
+        alike = [at for at, result in enumerate(cosines) if result > TIE]
         if not alike:
             return []
         ranked = sorted((cosines[at] for at in alike), reverse=True)

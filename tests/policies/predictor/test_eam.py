@@ -53,13 +53,13 @@ def test_in_lock_step_with_the_formulas(capacity: int, num_tokens: int, layers: 
                 match.observe(layer, running[layer])
                 total[layer] += running[layer]
                 seen = sorted({*seen, layer})
-                found = match.nearest(num)
+                actual = match.nearest(num)
                 wanted = naive.nearest(total, seen, num)
                 if not wanted:
-                    assert found is None
+                    assert actual is None
                     continue
-                assert found is not None
-                slots, nearest = found
+                assert actual is not None
+                slots, nearest = actual
                 assert list(slots) == sorted(int(by_age[at]) for at in wanted)
                 best = max(cosine(total[seen], matrix[seen]) for matrix in naive.matrices)
                 assert nearest == pytest.approx(best, abs=1e-6) and nearest <= 1
@@ -123,7 +123,7 @@ def test_every_request_of_a_batch_is_counted_and_matched_on_its_own() -> None:
     eam = filled()
     together = one_pass(eam, [7, 8], now)
     for step, predictions in enumerate(together):
-        assert [one.layer for one in predictions] == [one.layer for one in alone[0][step]]
+        assert [prediction.layer for prediction in predictions] == [each.layer for each in alone[0][step]]
         for at, both in enumerate(predictions):
             first, second = alone[0][step][at], alone[1][step][at]
             assert both.probabilities == np.maximum(first.probabilities, second.probabilities).tolist()
@@ -163,15 +163,17 @@ def test_predictions_are_the_papers(distance: int, matches: int, matrix: Any) ->
             p = added / added.sum(axis=1, keepdims=True)
             ahead = list(range(layer + 1, min(layer + reach, LAYERS - 1) + 1))
             if layer >= 0 and nearest == before:
-                ahead = [one for one in ahead if one in (layer + 1, layer + reach)]
+                ahead = [each for each in ahead if each in (layer + 1, layer + reach)]
             before = nearest
-            assert [one.layer for one in predictions] == ahead
-            for one in predictions:
-                assert one.distance == one.layer - layer and len(one.experts) <= TOP_K
-                assert one.probabilities == pytest.approx(p[one.layer].tolist())
-                near = 1 - one.distance / LAYERS
-                assert one.scores == pytest.approx([near * p[one.layer, expert] for expert in one.experts])
-                assert one.scores[-1] >= near * np.sort(p[one.layer])[-TOP_K] - 1e-6, "the likeliest"
+            assert [prediction.layer for prediction in predictions] == ahead
+            for prediction in predictions:
+                assert prediction.distance == prediction.layer - layer and len(prediction.experts) <= TOP_K
+                assert prediction.probabilities == pytest.approx(p[prediction.layer].tolist())
+                near = 1 - prediction.distance / LAYERS
+                assert prediction.scores == pytest.approx(
+                    [near * p[prediction.layer, expert] for expert in prediction.experts]
+                )
+                assert prediction.scores[-1] >= near * np.sort(p[prediction.layer])[-TOP_K] - 1e-6, "the likeliest"
             assert all(other.outlook is None for other in predictions[1:])
             outlook = predictions[0].outlook if predictions else None
             assert outlook is None or outlook != said, "it is said when it has changed"
@@ -197,6 +199,6 @@ def test_what_is_learned_is_what_running_shows() -> None:
         experts = np.stack([row[2] for row in block])
         eam.learn(History(requests, is_prefill, experts, np.zeros((len(block), LAYERS, EXPERTS), np.float32)))
     eam.finish()
-    for name, found in eam.learned.state().items():
-        np.testing.assert_array_equal(found, other.learned.state()[name], err_msg=name)
+    for name, result in eam.learned.state().items():
+        np.testing.assert_array_equal(result, other.learned.state()[name], err_msg=name)
     assert eam.learned.prefill.num_matrices == eam.learned.decode.num_matrices == 9

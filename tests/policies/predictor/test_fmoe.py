@@ -47,14 +47,14 @@ def run(
     """One pass of these rows over `stack`, of which `layers` are seen; all predictions."""
     num_rows = len(rows.requests)
     began = Began(rows.requests, np.full(num_rows, is_prompt), rows.embedding, stack)
-    found = list(predictor.begin_iteration(began))
+    result = list(predictor.begin_iteration(began))
     layers = layers if stack is None or layers is not None else stack
     for layer in range(LAYERS) if layers is None else layers:
         router = RouterRan(layer, [0], [1], [True], num_rows)
-        found += predictor.router_ran(Routed(router, None, rows.scores[:, layer]))
+        result += predictor.router_ran(Routed(router, None, rows.scores[:, layer]))
     if end:
         predictor.end_iteration(ok)
-    return found
+    return result
 
 
 def learned(distance: int = 2, num_maps: int = 40, shape: Geometry = SHAPE, **options: object) -> FMoE:
@@ -89,21 +89,21 @@ def test_predictions_of_a_row_are_read_off_the_most_similar_map(mode: str) -> No
                 and (before.experts, before.probabilities) == (wanted[0], maps[ahead, slot].tolist())
             ):
                 continue  # it still holds
-            one = newest[ahead] = next(made)
-            assert (one.layer, one.distance) == (ahead, ahead - layer)
-            assert one.probabilities == maps[ahead, slot].tolist()
-            assert (one.experts, one.scores) == wanted
+            each = newest[ahead] = next(made)
+            assert (each.layer, each.distance) == (ahead, ahead - layer)
+            assert each.probabilities == maps[ahead, slot].tolist()
+            assert (each.experts, each.scores) == wanted
     assert next(made, None) is None
 
 
 def layers_of(predictions: list[Prediction]) -> list[int]:
-    return [one.layer for one in predictions]
+    return [prediction.layer for prediction in predictions]
 
 
 @pytest.mark.parametrize(("reach", "is_prompt"), [("one", False), ("all", True)])
 def test_one_layer_of_a_match_where_that_is_asked_for_and_in_prompts(reach: str, is_prompt: bool) -> None:
-    found = run(learned(2, reach=reach), Rows(4, 3), is_prompt=is_prompt)
-    assert [(one.layer, one.distance) for one in found] == [(0, 1), (1, 2), (2, 2), (3, 2), (4, 2), (5, 2)]
+    result = run(learned(2, reach=reach), Rows(4, 3), is_prompt=is_prompt)
+    assert [(each.layer, each.distance) for each in result] == [(0, 1), (1, 2), (2, 2), (3, 2), (4, 2), (5, 2)]
 
 
 def test_rows_of_a_batch_are_matched_each_and_united_by_the_highest_probability() -> None:
@@ -114,17 +114,17 @@ def test_rows_of_a_batch_are_matched_each_and_united_by_the_highest_probability(
         for name in ("scores", "embedding", "requests"):
             setattr(one_row, name, getattr(rows, name)[row : row + 1])
         alone.append(run(learned(reach="one"), one_row))
-    for number, one in enumerate(run(learned(reach="one"), rows)):
-        parts = [found[number] for found in alone]
-        assert {part.layer for part in parts} == {one.layer}
+    for number, each in enumerate(run(learned(reach="one"), rows)):
+        parts = [result[number] for result in alone]
+        assert {part.layer for part in parts} == {each.layer}
         highest: dict[int, float] = {}
         for part in parts:
             for expert, score in zip(part.experts, part.scores, strict=True):
                 highest[expert] = max(score, highest.get(expert, 0.0))
         order = sorted(highest, key=lambda expert: (-highest[expert], expert))
-        assert one.experts == order
-        assert one.scores == [highest[expert] for expert in order]
-        assert one.probabilities == np.max([part.probabilities for part in parts], axis=0).tolist()
+        assert each.experts == order
+        assert each.scores == [highest[expert] for expert in order]
+        assert each.probabilities == np.max([part.probabilities for part in parts], axis=0).tolist()
 
 
 def test_without_embeddings_the_first_layers_go_without() -> None:
@@ -215,8 +215,8 @@ def test_a_long_prefill_is_matched_by_some_of_its_rows_evenly(monkeypatch: pytes
     predictor.learned.max_of_request = 40
     predictor.learn(Rows(1, 20).history())
     prefill = Rows(2, 31, [77] * 31)
-    found = run(predictor, prefill)
-    assert layers_of(found) == list(range(LAYERS))
+    result = run(predictor, prefill)
+    assert layers_of(result) == list(range(LAYERS))
     store = predictor.learned
     assert store.num_maps == 30
     assert (store.maps[:, 20] == prefill.scores[0]).all()

@@ -103,13 +103,13 @@ def test_incremental_cosines_are_those_of_the_whole(num_maps: int, num_rows: int
         for layer in layers:
             search.observe(layer, np.ascontiguousarray(rows[:, layer, : SIZES[layer]]))
             seen.append(layer)
-            found = search.cosines()
+            result = search.cosines()
             if num_rows == 1 and not rows[:, seen].any():
-                assert found is None
+                assert result is None
                 continue
-            assert found is not None and found.shape == (num_rows, store.num_maps)
+            assert result is not None and result.shape == (num_rows, store.num_maps)
             maps = store.maps[seen, : store.num_maps].transpose(1, 0, 2)
-            np.testing.assert_allclose(found, cosines(rows[:, seen], maps), atol=1e-5)
+            np.testing.assert_allclose(result, cosines(rows[:, seen], maps), atol=1e-5)
         rows[:, [layer for layer in range(LAYERS) if layer not in seen]] = 0
         whole = search.cosines(store.squares[:, : store.num_maps].sum(axis=0))
         assert whole is not None
@@ -133,7 +133,7 @@ def test_of_equally_near_maps_the_newest_is_taken(num_rows: int) -> None:
     dice = np.random.default_rng(2)
     store = filled(dice, 90)  # more than it holds: rows are not in the order of their age
     same, embedding = random_scores(dice, 1, LAYERS, EXPERTS), dice.standard_normal((1, HIDDEN), np.float32)
-    where = []
+    place = []
     equal = dice.permutation(50)[:12]
     state = {name: array.copy() for name, array in store.state().items()}
     state["maps"][:, equal] = same.transpose(1, 0, 2)
@@ -144,12 +144,12 @@ def test_of_equally_near_maps_the_newest_is_taken(num_rows: int) -> None:
     search = Search(store, num_rows)
     semantic = search.semantic(np.repeat(embedding, num_rows, axis=0))
     assert semantic is not None
-    where.append(search.nearest(semantic))
+    place.append(search.nearest(semantic))
     for layer in range(LAYERS):
         search.observe(layer, np.repeat(same[:, layer], num_rows, axis=0))
         trajectory = search.cosines()
         assert trajectory is not None
-        where.append(search.nearest(trajectory))
-    for slots, scores in where:
+        place.append(search.nearest(trajectory))
+    for slots, scores in place:
         assert [*slots] == [newest] * num_rows
         assert scores == pytest.approx([1] * num_rows, abs=1e-5) and max(scores) <= 1

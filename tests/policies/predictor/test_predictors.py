@@ -61,7 +61,7 @@ def naively(scores: np.ndarray, width: int) -> list[tuple[int, float]]:
         for expert in sorted(range(len(row)), key=lambda e: (-row[e], e))[:width]:
             if row[expert] > 0:
                 best[expert] = max(best.get(expert, 0.0), row[expert])
-    return sorted(best.items(), key=lambda one: (-one[1], one[0]))
+    return sorted(best.items(), key=lambda value: (-value[1], value[0]))
 
 
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (1, 3), (1, 99), (2, 3), (9, 1), (9, 8), (9, 99)])
