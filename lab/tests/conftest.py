@@ -16,14 +16,14 @@ from tests.conftest import (
     pytest_runtest_makereport,
     read_certificates_once,
 )
-from tests.engine.conftest import cases, own, peers
+from tests.engine.conftest import cases, copied, peers
 
 __all__ = [
     "cache_folder",
     "cases",
+    "copied",
     "keep_collections_short",
     "keep_the_code_of_libraries",
-    "own",
     "peers",
     "pytest_collection_modifyitems",
     "pytest_runtest_makereport",
