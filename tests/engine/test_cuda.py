@@ -53,7 +53,6 @@ def test_tokens_are_the_reference_at_every_host_budget(
             assert moved["host_hit_nbytes"] > 0
 
 
-@pytest.mark.parametrize("kernels", ["torch", "over slots"])
 @pytest.mark.parametrize(
     ("system", "segments"),
     [
@@ -66,15 +65,12 @@ def test_tokens_are_the_reference_at_every_host_budget(
     ],
 )
 def test_no_system_changes_a_token_on_an_accelerator(
-    system: str, segments: int, kernels: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
+    system: str, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Garbage is in a slot until its copy was waited for; torch computes, as on a device that is no processor. With
-    kernels over slots, systems that compute at once begin before the choice is known.
-    """
+    """Garbage is in a slot until its copy was waited for; what computes at once begins before the choice is known."""
     monkeypatch.setenv(VARIABLE, "torch")
     case, made = cases["qwen3_moe"], put_in_place(monkeypatch)
-    if kernels == "over slots":
-        put_slot_kernels(monkeypatch)
+    put_slot_kernels(monkeypatch)
     with loaded(case.store, memory="45%", system=system, segments=segments) as model:
         for _ in range(3):
             assert generate(model, case.prompts) == case.tokens
@@ -83,8 +79,7 @@ def test_no_system_changes_a_token_on_an_accelerator(
         if handle(model).engine.prefetching is not None:
             assert stats["phases"]["decode"]["prefetched"] > 0
         assert stats["synchronisations_per_pass"] == len(stats["layers"]) + 2, "a layer's choice; NaN in stack and head"
-        computes_at_once = system not in ("moepic:tau=2", "pre-gated")  # parts of experts; nothing is kept
-        assert (stats["kernels"]["early"] > 0) == (computes_at_once and kernels == "over slots")
+        assert (stats["kernels"]["early"] > 0) == (system != "moepic:tau=2"), "which keeps parts of experts"
         times = handle(model).engine.executor.shard.times
         if times is not None:
             timing = times.timing()

@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from expertly.policies.reuse import ReuseModel
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, run_python
 from tests.families import NUM_NEW_TOKENS, generate
-from tests.store.mounts import tiny_disk
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -176,18 +173,6 @@ def test_with_workers_begins_with_nothing_of_reuse(copied: tuple[Case, Path]) ->
         assert generate(model, case.prompts) == case.tokens
         assert of_reuse(model)["says"] == "began with nothing learned" and of_reuse(model)["file"] is None
     assert beside(store, "expertly").read_bytes() == before
-
-
-def test_a_folder_that_is_not_writable(copied: tuple[Case, Path], tmp_path: Path) -> None:
-    """What is there is taken up, and a warning says that it stays so."""
-    case, store = copied
-    with tiny_disk(tmp_path, nbytes=64 << 20) as disk:
-        there = Path(shutil.copytree(store, disk / "store"))
-        learn(there, case, "expertly")
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        with pytest.warns(UserWarning, match=r"not saved: .*writing store\.reuse failed"):
-            assert learn(there, case, "expertly") == NUM_TOKENS
-        assert num_in(disk / "store.reuse") == NUM_TOKENS
 
 
 # -- when it is written -------------------------------------------------------------------------------------------

@@ -65,7 +65,8 @@ def original(tmp_path: Path) -> Path:
     return tmp_path / "original"
 
 
-def test_same_function(original: Path, tmp_path: Path) -> None:
+def test_same_function(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflate_model, "SHARD_NBYTES", 1 << 20)
     result = inflate_model.inflate(tmp_path / "big", 16 * MIB, original, "float32")
     before, after = load(original), load(tmp_path / "big")
     assert relative_distance(logits(after), logits(before)) < 1e-5
@@ -74,7 +75,9 @@ def test_same_function(original: Path, tmp_path: Path) -> None:
     experts = {name: p.detach() for name, p in after.named_parameters() if ".experts." in name}
     assert sum(p.nbytes for p in experts.values()) == result.experts_nbytes
     assert abs(result.experts_nbytes / 2**20 - 16) < 0.5
-    assert result.width % 128 == 0
+    assert result.width % 128 == 0 and after.config.moe_intermediate_size == result.width
+    shards = [file.stat().st_size for file in (tmp_path / "big").glob("*.safetensors")]
+    assert len(shards) == result.num_shards >= 8 and max(shards) <= (1 << 20) + 64 * 1024
     downs = [p for name, p in experts.items() if name.endswith("down_proj")]
     assert downs and all(bool(p.ne(0).float().mean() > 0.999) for p in downs)
     gate_up = next(p for name, p in experts.items() if name.endswith("gate_up_proj"))
@@ -82,8 +85,10 @@ def test_same_function(original: Path, tmp_path: Path) -> None:
 
 
 def test_the_first_layers_alone(original: Path, tmp_path: Path) -> None:
-    inflate_model.inflate(tmp_path / "big", 8 * MIB, original, "float32", num_layers=1)
-    before, after = load(original), load(tmp_path / "big")
+    for dtype in ("bfloat16", "float32"):
+        inflate_model.inflate(tmp_path / dtype, 8 * MIB, original, dtype, num_layers=1)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "bfloat16").dtype == torch.bfloat16
+    before, after = load(original), load(tmp_path / "float32")
     assert after.config.num_hidden_layers == 1
     first, whole = (model(PROMPT, output_hidden_states=True).hidden_states for model in (after, before))
     final = before.base_model.norm(whole[1])  # the last hidden state of the cut model has passed the norm
@@ -101,16 +106,6 @@ def test_every_quarter_matters(original: Path, tmp_path: Path) -> None:
                 assert (columns.abs() > 2.0**-60).any(dim=1).sum() == parameter.shape[0] * WIDTH // 4
                 columns.zero_()
         assert relative_distance(logits(model), expected) > 1e-3
-
-
-def test_shards_and_dtype(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflate_model, "SHARD_NBYTES", 1 << 20)
-    result = inflate_model.inflate(tmp_path / "big", 8 * MIB, original, "bfloat16")
-    assert result.num_shards >= 8
-    for file in (tmp_path / "big").glob("*.safetensors"):
-        assert file.stat().st_size <= (1 << 20) + 64 * 1024
-    assert json.loads((tmp_path / "big" / "config.json").read_text())["moe_intermediate_size"] == result.width
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "big").dtype == torch.bfloat16
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
