@@ -200,11 +200,13 @@ def _sized(name: str, value: Any) -> Any:
     return next((size for pattern, size in SIZES.items() if re.fullmatch(pattern, name)), value)
 
 
-def make_model(model_type: str, seed: int = 1) -> PreTrainedModel:
-    """With weights as tests.families draws them."""
+def make_model(model_type: str, seed: int = 1, **fields: Any) -> PreTrainedModel:
+    """With weights as tests.families draws them; `fields` replace those of its config."""
+    config = make_config(model_type)
+    config.update(fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = families()[model_type](make_config(model_type))
+        model = families()[model_type](config)
     draw_weights(model, seed)
     for table in model.buffers():
         if table.dtype == torch.long and table.shape == (VOCAB_SIZE, 2):  # the experts of each token

@@ -280,15 +280,21 @@ def test_scales_that_are_not_those_of_the_blocks_are_refused(
     refused(source, CheckpointError, message, "float32")
 
 
-def test_experts_in_fp4_are_decoded_as_transformers_decodes_them() -> None:
-    """As DeepSeek-V4 has them beside layers in FP8: two numbers in a byte, a scale for each 32."""
+def test_experts_in_fp4_stay_what_they_are_and_are_what_transformers_decodes() -> None:
+    """As DeepSeek-V4 has them beside layers in FP8: two numbers in a byte, a scale for each 32, which is MXFP4."""
     dice = torch.Generator().manual_seed(3)
     codes = torch.randint(-128, 128, (48, 64), generator=dice, dtype=torch.int8)
     scales = torch.randint(110, 130, (48, 4), generator=dice, dtype=torch.uint8)
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
     tensors = {".weight": codes, ".weight_scale_inv": scales}
-    assert torch.equal(Fp8Layout(quantization | {"expert_dtype": "fp4"}, "float32").weight(tensors), wanted)
+    layout = Fp8Layout(quantization | {"expert_dtype": "fp4"}, "float32")
+    assert torch.equal(layout.weight(tensors), wanted)
+    form = layout.form_of("", {".weight": ("I8", (48, 64)), ".weight_scale_inv": ("F8_E8M0", (48, 4))})
+    assert form is layout.usual_form() is FORMATS["mxfp4"]
+    for exponents in (scales, scales.view(torch.float8_e8m0fnu)):
+        kept = form.pack(form.parts_of(layout.read(tensors | {".weight_scale_inv": exponents})))
+        assert torch.equal(form.decode(torch.from_numpy(kept)), wanted)
     with pytest.raises(CheckpointError, match=r"weights in torch\.int8: must be FP8"):
         Fp8Layout(quantization, "float32").weight(tensors)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from expertly.core.errors import CheckpointError
 from expertly.formats.matrix import E2M1
+from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.store.packed import PackedStore
+from tests import every_family
 from tests.families import load_reference, make_model
 from tests.formats.compressed import make_compressed
 from tests.formats.references import assert_computes, library_checkpoint
@@ -444,3 +448,28 @@ def test_others_are_refused_for_what_they_are(method: str, tmp_path: Path) -> No
     set_config(source, quantization_config={"quant_method": method, "bits": 4})
     for dtype in (None, "bfloat16"):
         refused(source, CheckpointError, rf"quant_method='{method}' \(.+\): packing cannot undo it, .*supported", dtype)
+
+
+def test_experts_of_deepseek_v4_keep_their_fp4(tmp_path: Path) -> None:
+    """Its config.json names their dtype beside the quantisation of the rest: MXFP4, a quarter of bfloat16."""
+    model = every_family.make_model("deepseek_v4", moe_intermediate_size=32)
+    model.save_pretrained(tmp_path / "plain")
+    dice, tensors = torch.Generator().manual_seed(4), read_tensors(tmp_path / "plain")
+    decoded = dict(tensors)
+    for name in [name for name in tensors if re.search(r"\.experts\.\d+\.", name)]:
+        rows, columns = tensors[name].shape
+        codes = torch.randint(-128, 128, (rows, columns // 2), generator=dice, dtype=torch.int8)
+        scales = torch.randint(118, 123, (rows, columns // 32), generator=dice, dtype=torch.uint8)
+        decoded[name] = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+        tensors |= {name: codes, name.replace(".weight", ".scale"): scales.view(torch.float8_e8m0fnu)}
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    more = {"quantization_config": quantization, "expert_dtype": "fp4"}
+    write_checkpoint(tmp_path / "model", tensors, tmp_path / "plain", **more)
+    plain = write_checkpoint(tmp_path / "decoded", decoded, tmp_path / "plain")
+    store = pack(tmp_path / "model", tmp_path / "store")
+    assert store.manifest.stored_as == "mxfp4"
+    assert_holds(store, tmp_path / "model", plain)
+    (tmp_path / "alone").mkdir()
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "alone")
+    for source in ("model", "alone"):
+        assert needs_of(str(tmp_path / source)).stored_as == "mxfp4"

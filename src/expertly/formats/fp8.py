@@ -16,6 +16,7 @@ import numpy as np
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.formats.layouts import WHERE, Accepted, Header, Layout
 from expertly.formats.matrix import Bytes, Matrix, block_of, torch
+from expertly.formats.mxfp4 import MXFP4
 from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat, transposed
 
 BLOCK = 128
@@ -133,13 +134,19 @@ class Fp8Layout(Layout):
 
     def form_of(self, stem: str, tensors: Mapping[str, Header]) -> TiledFormat | None:
         numbers, *scales = tensors.values()
+        if numbers[0] in _IN_FP4:
+            return MXFP4 if scales[0][0] in ("F8_E8M0", "U8") else None
         return fp8_form(numbers, scales[0][1]) if len(scales) == 1 else None
 
     def usual_form(self) -> TiledFormat | None:
+        if self._is_fp4:
+            return MXFP4
         return FP8 if self._block == (BLOCK, BLOCK) else None
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> Matrix:
         codes, scales = tensors.values()
+        is_exponent = scales.dtype == torch.float8_e8m0fnu and codes.dtype in (torch.int8, torch.uint8)
+        scales = scales.view(torch.uint8) if is_exponent else scales
         scales = scales if scales.dtype == torch.uint8 else scales.float()
         if codes.dtype not in (torch.int8, torch.uint8):
             return Matrix(codes, scales, block=self._block)

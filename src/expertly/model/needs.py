@@ -20,7 +20,7 @@ from expertly.formats.fp8 import FP8
 from expertly.model import hooks
 from expertly.model.gguf import config_of
 from expertly.model.hub import HubModel, split_name
-from expertly.model.packing import Packing, local_folder, open_source, weights_of
+from expertly.model.packing import Packing, local_folder, open_source, weights_of, with_expert_dtype
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
 from expertly.model.tables import Table, find_tables, table_modules, without
 from expertly.model.tiled import put_tiles
@@ -127,16 +127,18 @@ def _needs(
 
 def _of_config(name: str, folder: Path) -> ModelNeeds:
     """Of a config alone."""
-    path, kept, dtype = folder / "config.json", "", "bfloat16"
+    path, kept, is_fp8, dtype = folder / "config.json", "", False, "bfloat16"
     if path.is_file():  # else reading the config says what is wanted
         raw = read_json_object(path, CheckpointError, CONFIG)
         check_claims(path, raw, None, CheckpointError)
-        kept = format_of(raw.get("quantization_config"), {}, dtype)
+        quantization = {**raw, **with_expert_dtype(raw)}.get("quantization_config")
+        kept = format_of(quantization, {}, dtype)
+        is_fp8 = bool(kept) and isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
     config, model, sites, _ = _bare_model(folder, dtype, {})
     tables_nbytes = sum(module.weight.nbytes for module in table_modules(model).values())
     layers = tuple(expert_format(kept).geometry(site.geometry) if kept else site.geometry for site in sites)
     decoded = sum(parameter.nbytes for parameter in model.parameters()) - tables_nbytes
-    tiles = _put_fp8(model) if kept == FP8.name else {}
+    tiles = _put_fp8(model) if is_fp8 else {}
     by_format = {dtype: sum(parameter.nbytes for parameter in model.parameters()) - tables_nbytes, **tiles}
     return ModelNeeds(
         *(name, config["model_type"], dtype, layers, dense_shape(model), by_format, decoded, config, None),

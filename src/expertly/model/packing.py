@@ -136,8 +136,16 @@ _OF_MLX = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 _MODELOPT_NAME = "hf_quant_config.json"
 
 
+def with_expert_dtype(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`quantization_config`, if it lacks what DeepSeek-V4's config.json says beside it of experts; else nothing."""
+    fields, dtype = config.get(_QUANTIZATION), config.get("expert_dtype")
+    if not isinstance(fields, dict) or dtype is None or "expert_dtype" in fields:
+        return {}
+    return {_QUANTIZATION: {**fields, "expert_dtype": dtype}}
+
+
 def _quantization_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """`quantization_config`, where others have it: MLX a field of another name, modelopt a file."""
+    """`quantization_config`, where others have it: MLX a field of another name, modelopt a file, DeepSeek a part."""
     path, fields = checkpoint.folder / _MODELOPT_NAME, checkpoint.config.get(_MLX)
     if isinstance(fields, dict) and not checkpoint.gguf:
         model_type = str(checkpoint.config.get("model_type"))
@@ -148,7 +156,7 @@ def _quantization_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
             )
         return {_QUANTIZATION: {**fields, "quant_method": "mlx"}}
     if checkpoint.config.get(_QUANTIZATION) or not path.is_file():
-        return {}
+        return with_expert_dtype(checkpoint.config)
     fields = read_json_object(path, CheckpointError, CONFIG).get("quantization")
     return {_QUANTIZATION: {"quant_method": "modelopt", **fields}} if isinstance(fields, dict) else {}
 
