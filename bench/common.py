@@ -52,6 +52,11 @@ def run(main: Callable[[], None], measure: Callable[[dict[str, Any]], Any]) -> N
         print(json.dumps(measure(arguments)))
 
 
+def bench_folder() -> Path:
+    """Where models and packages are kept from one benchmark to the next."""
+    return Path(os.environ.get("EXPERTLY_BENCH_DIR", Path(tempfile.gettempdir()) / "expertly-bench"))
+
+
 def inflated_model(
     gib: float,
     folder: str | None = None,
@@ -61,7 +66,7 @@ def inflated_model(
     """A demo model inflated to `gib` GiB of experts, made once a folder and kept for the next benchmark. `num_layers`:
     only the first so many of its layers.
     """
-    home = Path(folder or os.environ.get("EXPERTLY_BENCH_DIR", Path(tempfile.gettempdir()) / "expertly-bench"))
+    home = Path(folder) if folder else bench_folder()
     layers = "" if num_layers is None else f"-{num_layers}-layers"
     out = home / f"demo-{gib:g}gib-{dtype}{layers}-no-zeros"
     if not out.exists():

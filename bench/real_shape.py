@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -33,7 +32,7 @@ import numpy as np
 
 import expertly  # isort: skip  (before torch: how its threads wait)
 import torch
-from common import GIB, ROOT, child, memory_cgroup, options, print_report, run
+from common import GIB, ROOT, bench_folder, child, memory_cgroup, options, print_report, run
 from safetensors.torch import save_file
 
 from expertly.model.playing import forward
@@ -60,7 +59,7 @@ ACCURACY = 0.905
 
 
 def work_folder(model: str = "gpt-oss-20b") -> Path:
-    return Path(os.environ.get("EXPERTLY_BENCH_DIR", Path(tempfile.gettempdir()) / "expertly-bench")) / model
+    return bench_folder() / model
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

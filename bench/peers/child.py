@@ -12,7 +12,13 @@ import sys
 import time
 from typing import Any, Protocol
 
-PEERS = {"expertly": "with_expertly", "accelerate": "with_accelerate", "llama.cpp": "with_llama_cpp"}
+PEERS = {
+    "expertly": "with_expertly",
+    "accelerate": "with_accelerate",
+    "llama.cpp": "with_llama_cpp",
+    "ftllm": "with_ftllm",
+    "neurostream": "with_neurostream",
+}
 """Module of each; its `load(settings)` gives a Peer."""
 
 

@@ -23,8 +23,8 @@ class Ended(Exception):
 class Player:
     """What it was asked last is answered before anything else is asked. Raises Ended where the process ends."""
 
-    def __init__(self, settings: dict[str, Any], group: Path | None = None) -> None:
-        """`group`: a cgroup of version 1."""
+    def __init__(self, settings: dict[str, Any], group: Path | None = None, packages: Path | None = None) -> None:
+        """`group`: a cgroup of version 1. `packages`: a folder of packages that this process alone finds."""
 
         def enter() -> None:
             if group is not None:
@@ -32,6 +32,8 @@ class Player:
 
         self._group = group
         env = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}  # which ours sets
+        if packages is not None:
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(packages), env.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "child.py"), json.dumps(settings)],
             stdin=subprocess.PIPE,

@@ -1,14 +1,16 @@
-"""`expertly` against llama.cpp's mmap and accelerate's disk offload: the same model, cgroup and tokens, in turns.
+"""`expertly` against llama.cpp's mmap, ftllm, neurostream and accelerate's offload: the same model, cgroup and tokens.
 
-    python bench/peers/run.py [--sizes 4x,2x,ram] [--peers expertly,llama.cpp,accelerate] [--requests 3] [--tokens 32]
+    python bench/peers/run.py [--sizes 4x,2x,ram] [--peers expertly,llama.cpp,ftllm,neurostream,accelerate]
                               [--systems lru,expertly,expertly-ahead] [--formats none,mxfp4] [--threads 1,2]
-                              [--model like|3gib] [--experts Q4_0|MXFP4]
+                              [--model like|qwen3|3gib] [--experts Q4_0|MXFP4] [--requests 3] [--tokens 32]
 
 `4x`: a memory cgroup (version 1) of a quarter of the whole model's bytes, for each process, from its first byte on;
 `ram`: all the memory there is. Peers take turns, request by request, and each request with each number of threads; what
-is fed does not depend on what a model would choose. `--experts`: a GGUF file with experts rounded to that type, which
-`expertly` and llama.cpp both run; `--formats` mxfp4, int4, int8: experts rounded to it. `--memory`: of `expertly`; auto
-is what is left in its cgroup. The first request only fills caches. A peer whose package (extra `peers`) is not there is
+is fed does not depend on what a model would choose, but for ftllm, which decodes its own text. `--model qwen3`: layers
+of Qwen3-30B-A3B's shape (tools/widen_model.py). `--experts`: a GGUF file with experts rounded to that type, for
+`expertly`, llama.cpp and neurostream; `--formats` mxfp4, int4, int8: experts rounded to it. `--memory`: of `expertly`;
+auto is what is left in its cgroup. The first request only fills caches. llama.cpp and accelerate are the extra `peers`;
+ftllm and neurostream are installed into $EXPERTLY_BENCH_DIR, where only their processes find them. What is not there is
 left out, and said so. Columns: docs/peers.md. Beside another commit: bench/beside.py.
 """
 
@@ -16,7 +18,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import os
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -26,13 +32,27 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the other benchmarks' helpers
 
-from common import drop_page_cache, inflated_model, memory_cgroup, options, print_report
+from common import bench_folder, drop_page_cache, inflated_model, memory_cgroup, options, print_report
 from floor import Floor
 from pages import make_requests, record_requests
 from players import Ended, Player
 
-MODELS = {"like": {"gib": 4.0, "num_layers": 8}, "3gib": {"gib": 3.0, "num_layers": None}}
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+MODELS = ("like", "qwen3", "3gib")
+INFLATED = {"like": {"gib": 4.0, "num_layers": 8}, "3gib": {"gib": 3.0, "num_layers": None}}
 NEEDS = {"expertly": "expertly", "llama.cpp": "llama_cpp", "accelerate": "accelerate"}
+PACKAGES = {"ftllm": "ftllm==1.9.0", "neurostream": "neurostream==0.2.1"}
+"""Each in a folder of its own, without what it asks for: that would replace the torch which all share."""
+COMPUTES = {
+    "expertly": "bfloat16, or what a format's kernel says",
+    "accelerate": "bfloat16",
+    "llama.cpp": "bfloat16; activations in 8 bits with 4-bit weights",
+    "ftllm": "bfloat16",
+    "neurostream": "float32",
+}
+TAKE_GGUF = ("llama.cpp", "neurostream")
+ARENA_NBYTES = 128 << 20
+"""neurostream's buffers for reading."""
 BESIDE_NBYTES = 400 << 20
 """What Python, torch and transformers take beside weights: what accelerate is not given for weights."""
 
@@ -57,22 +77,22 @@ class Entry:
 
     def start(self, group: Path | None) -> None:
         try:
-            self.player = Player(self.settings, group)
+            self.player = Player(self.settings, group, packages_of(self.settings["peer"]))
         except Ended as ended:
             self.status = f"{ended} while loading"
 
 
 def main() -> None:
     args = options(
-        __doc__, sizes="4x,2x,ram", peers="expertly,llama.cpp,accelerate", systems="lru,expertly,expertly-ahead",
-        formats="none", memory="auto", threads="1,2", model=tuple(MODELS), experts=None,
-        requests=3, prompt=256, tokens=32, out=None,
+        __doc__, sizes="4x,2x,ram", peers="expertly,llama.cpp,ftllm,neurostream,accelerate",
+        systems="lru,expertly,expertly-ahead", formats="none", memory="auto", threads="1,2", model=MODELS,
+        experts=None, requests=3, prompt=256, tokens=32, out=None,
     )  # fmt: skip
     peers = [peer for peer in args.peers.split(",") if _is_there(peer)]
     if args.experts:
         args.formats = "none"
-        peers = [peer for peer in peers if peer != "accelerate"]  # which has no GGUF
-    model = inflated_model(**MODELS[args.model])
+        peers = [peer for peer in peers if peer in ("expertly", *TAKE_GGUF)]
+    model = widened_model() if args.model == "qwen3" else inflated_model(**INFLATED[args.model])
     requests = make_requests(model, args.requests + 1, args.prompt, args.tokens)
     context = -(-(args.prompt + args.tokens) // 256) * 256
     with tempfile.TemporaryDirectory(dir=model.parent) as scratch:
@@ -104,7 +124,7 @@ class Bench:
         record_requests(loaded, requests, scratch / "routing", full=False)
         expertly.unload(loaded)
         self._floor = Floor(scratch / "routing", self._layers)
-        self.facts: dict[str, Any] = {"whole_model_bytes": self._nbytes}
+        self.facts: dict[str, Any] = {"whole_model_bytes": self._nbytes, "computes_in": COMPUTES, "packages": PACKAGES}
 
     def run(self, size: str, peers: list[str]) -> list[dict[str, Any]]:
         """The rows of one size; no processes are left."""
@@ -134,17 +154,36 @@ class Bench:
             return self._model
         path = self._model.with_name(f"{self._model.name}-gguf") / f"{self._args.experts or 'model'}.gguf"
         if not path.exists() and importlib.util.find_spec("gguf") is not None:
-            sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+            sys.path.insert(0, str(TOOLS))
             from write_gguf import write_gguf
 
             path.parent.mkdir(exist_ok=True)
             write_gguf(self._model, path, self._args.experts)
         return path
 
+    @property
+    def _untied(self) -> Path:
+        """The model with a head of its own, which ftllm needs; the rest is linked."""
+        config = json.loads((self._model / "config.json").read_text())
+        if not config["tie_word_embeddings"]:
+            return self._model
+        folder = self._model.with_name(f"{self._model.name}-untied")
+        if not folder.exists():
+            write_untied(self._model, folder, config)
+        return folder
+
     def _entries(self, peer: str, limit: int | None) -> list[Entry]:
         base = {"peer": peer, "model": str(self._model), "context": self._context}
         if peer == "llama.cpp":
             return [Entry({"peer": peer, "kind": "mmap"}, base | {"gguf": str(self._gguf), "copies": limit is None})]
+        if peer == "neurostream":
+            cache = 0 if limit is None else max(0, limit - BESIDE_NBYTES - ARENA_NBYTES)
+            budgets = {"mem_budget": ARENA_NBYTES, "ram_budget": cache if limit else 2 * self._nbytes}
+            return [Entry({"peer": peer, "kind": "streaming"}, base | {"gguf": str(self._gguf), "budgets": budgets})]
+        if peer == "ftllm":
+            cache = None if limit is None else max(0, limit - BESIDE_NBYTES - self._store.dense_nbytes)
+            kind = "cpu" if limit is None else "disk"
+            return [Entry({"peer": peer, "kind": kind}, base | {"model": str(self._untied), "cache_bytes": cache})]
         if peer == "accelerate":
             folder = Path(tempfile.mkdtemp(dir=self._scratch))
             layer = max(one.nbytes for one in self._layers)
@@ -187,7 +226,7 @@ class Bench:
             chosen = [a == b for x, y in zip(row["greedy"], reference, strict=False) for a, b in zip(x, y, strict=True)]
             row["greedy_agreement"] = sum(chosen) / len(chosen)
             alike = [one for one in rows if (one["size"], one["threads"]) == (row["size"], row["threads"])]
-            for peer in ("llama.cpp", "accelerate"):
+            for peer in COMPUTES.keys() - {"expertly"}:
                 theirs = [one for one in alike if one["peer"] == peer and "tpots" in one]
                 if theirs and row["peer"] != peer:
                     best = min(theirs, key=lambda one: one["tpot_s"])
@@ -218,9 +257,52 @@ def _ours(system: str, form: str, memory: str) -> dict[str, Any]:
     return {"system": system, "memory": memory, "quantize": None if form == "none" else form}
 
 
+def widened_model() -> Path:
+    """Four layers of Qwen3-30B-A3B's shape that route like the demo model, made once."""
+    sys.path.insert(0, str(TOOLS))
+    from widen_model import Shape, widen
+
+    folder = bench_folder() / "demo-as-qwen3-30b-a3b-4-layers"
+    if not folder.exists():
+        widen(folder, Shape(), num_layers=4)
+    return folder
+
+
+def write_untied(model: Path, folder: Path, config: dict[str, Any]) -> None:
+    """`folder` appears when it is complete."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    for file in model.iterdir():
+        if file.name not in ("config.json", "model.safetensors.index.json"):
+            os.link(file, partial / file.name)
+    with safe_open(model / index["weight_map"]["model.embed_tokens.weight"], "pt") as opened:
+        head = opened.get_tensor("model.embed_tokens.weight")
+    save_file({"lm_head.weight": head}, partial / "model-head.safetensors", {"format": "pt"})
+    index["weight_map"]["lm_head.weight"] = "model-head.safetensors"
+    (partial / "model.safetensors.index.json").write_text(json.dumps(index))
+    (partial / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    partial.rename(folder)
+
+
+def packages_of(peer: str) -> Path | None:
+    """Where the packages are that only this peer finds; None: among everybody's."""
+    return bench_folder() / "packages" / PACKAGES[peer] if peer in PACKAGES else None
+
+
 def _is_there(peer: str) -> bool:
-    if peer not in NEEDS:
-        raise SystemExit(f"--peers {peer}: accepted: {', '.join(NEEDS)}")
+    if peer not in COMPUTES:
+        raise SystemExit(f"--peers {peer}: accepted: {', '.join(COMPUTES)}")
+    if (folder := packages_of(peer)) is not None:
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, PACKAGES[peer]]
+        if not folder.exists() and subprocess.run(command, check=False).returncode != 0:
+            print(f"{peer} is left out: {PACKAGES[peer]} cannot be installed", file=sys.stderr)
+            return False
+        return True
     if importlib.util.find_spec(NEEDS[peer]) is None:
         print(f"{peer} is left out: {NEEDS[peer]} is not installed (pip install 'expertly[peers]')", file=sys.stderr)
         return False
