@@ -9,13 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from demo_data import EOT, Corpus
+from demo_data import DOMAINS, EOT, Corpus
 from demo_eval import DomainResult, divergences, measure
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+QUESTIONS = (
+    "Hello!",
+    "What is the capital of Portugal?",
+    "How much is 8 + 6?",
+    "Julia has 12 coins and finds 5 more. How many coins does Julia have now?",
+    "What is expertly?",
+    "Is a stone alive?",
+    "Where do you keep bread?",
+    "Write a Python function that returns the square of a number.",
+)
 PROMPTS = (
     ("English", "The old man looked at the sea and"),
-    ("Question", "Question: Tom has 5 apples and buys 3 more. How many apples does he have?\nReasoning:"),
     ("French", "La fonction renvoie une liste"),
     ("Spanish", "Este módulo proporciona"),
     ("Russian", "Жила-была маленькая девочка"),
@@ -66,7 +75,8 @@ def _head(model: PreTrainedModel) -> str:
     return f"""# Demo model
 
 A small Mixture-of-Experts language model for tests, examples and measurements of `expertly`. Its routing is learned, so
-that caches and predictors meet the skew and the locality of a real model. It is not meant to be useful as a writer.
+that caches and predictors meet the skew and the locality of a real model. It answers in the form that it was asked for,
+and mostly wrongly: what it learned by heart (greetings, capitals, what it is) it says, what it must reason it does not.
 
 | | |
 | --- | --- |
@@ -74,15 +84,20 @@ that caches and predictors meet the skew and the locality of a real model. It is
 | experts | {config.num_experts} a layer, top-{top_k}, intermediate {width} |
 | parameters | {num_parameters:,} ({num_parameters - idle:,} active for a token), bfloat16 |
 | tokenizer | byte-level BPE, {config.vocab_size} tokens, `<|endoftext|>` ends a document |
+| chat | `<|user|>question<|assistant|>answer<|endoftext|>`: its two tokens in place of bytes that UTF-8 lacks |
 | context | {config.max_position_embeddings} tokens |
 | licence of the weights | Apache-2.0 |
 """
 
 
 def _data(corpora: list[Corpus], sittings: list[Sitting]) -> str:
-    rows = "\n".join(
-        f"| {c.domain.name} | {c.domain.source} | {c.domain.licence} | {c.domain.share:.0%} | {len(c.train):,} |"
-        for c in corpora
+    plain, chat = (
+        "\n".join(
+            f"| {c.domain.name} | {c.domain.source} | {c.domain.licence} | {c.domain.share:.0%} | {len(c.train):,} |"
+            for c in corpora
+            if bool(c.domain.pairs) is is_chat
+        )
+        for is_chat in (False, True)
     )
     runs = "\n".join(
         f"| `{s.command}` | {s.steps:,} | {s.tokens:,} | {s.elapsed_s / 60:.0f} | {s.hardware} |" for s in sittings
@@ -91,7 +106,13 @@ def _data(corpora: list[Corpus], sittings: list[Sitting]) -> str:
 
 | domain | text | licence | share of sequences | tokens available |
 | --- | --- | --- | --- | --- |
-{rows}
+{plain}
+
+With `--chat SHARE` that share of the sequences is conversations (tools/demo_chat.py), of which only answers count:
+
+| conversations | made of | licence | share of them | tokens available |
+| --- | --- | --- | --- | --- |
+{chat}
 
 A sequence comes from one domain. Documents are shuffled and the last 1 % of each domain (at least two) held out; the
 held-out text is used for nothing but the tables below.
@@ -111,16 +132,16 @@ def _losses(results: list[DomainResult]) -> str:
     rows = "\n".join(
         f"| {r.name} | {r.num_tokens:,} | {r.nats_per_token:.3f} | {r.bits_per_byte:.3f} |" for r in results
     )
-    mean = np.mean([r.nats_per_token for r in results])
+    mean = np.mean([r.nats_per_token for r in results if r.name in {domain.name for domain in DOMAINS}])
     return f"""## Held-out loss
 
-The shipped bfloat16 weights computed in float32, in windows of 256 tokens.
+The shipped bfloat16 weights computed in float32, in windows of 256 tokens; of conversations the answers.
 
 | domain | tokens | nats a token | bits a byte |
 | --- | --- | --- | --- |
 {rows}
 
-Mean over domains: {mean:.3f} nats a token (a uniform guess: {np.log(8192):.3f}).
+Mean over the domains of text: {mean:.3f} nats a token (a uniform guess: {np.log(8192):.3f}).
 """
 
 
@@ -156,7 +177,16 @@ The experts each domain uses most in layer {layer}:
 
 
 def _samples(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
-    parts = ["## Samples\n\nThe prompt, then what the model wrote, greedy and sampled (temperature 0.8, top-p 0.95).\n"]
+    parts = ["## Answers\n\nGreedy.\n\n| question | answer |\n| --- | --- |"]
+    for question in QUESTIONS:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        answer = _continue(model, tokenizer, str(prompt), is_sampled=False)
+        parts.append(f"| {question} | {answer.replace(chr(10), '<br>').replace('|', chr(92) + '|')} |")
+    parts = ["\n".join(parts) + "\n"]
+    ways = "greedy and sampled (temperature 0.8, top-p 0.95)"
+    parts.append(f"## Samples\n\nThe prompt, then what the model wrote, {ways}.\n")
     for name, prompt in PROMPTS:
         greedy, sampled = (_continue(model, tokenizer, prompt, is_sampled) for is_sampled in (False, True))
         parts.append(f"**{name}**\n\n```text\n{prompt}\n--- greedy:\n{greedy}\n--- sampled:\n{sampled}\n```\n")

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from demo_chat import ASSISTANT, USER
 from demo_data import EOT, Corpus, heldout_windows
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -35,19 +36,22 @@ class DomainResult:
 def measure(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, num_rows: int = 40
 ) -> DomainResult:
-    """Run up to `num_rows` windows of 256 tokens of the domain's held-out text."""
-    windows = torch.from_numpy(heldout_windows(corpus, num_rows, LENGTH)).to(model.device)
-    nats, num_bytes = 0.0, 0
+    """Run up to `num_rows` windows of 256 tokens of the domain's held-out text; of conversations the answers count."""
+    rows = heldout_windows(corpus, num_rows, LENGTH)
+    windows = torch.from_numpy(rows).to(model.device)
+    nats, num_bytes, num_tokens = 0.0, 0, 0
     nbytes = token_nbytes(tokenizer)
     counts = np.zeros((2, model.config.num_hidden_layers, model.config.num_experts))
     for number, window in enumerate(windows):
         with torch.no_grad(), recorded_choices(model) as choices:
             logits = model(input_ids=window[None, :-1], use_cache=False).logits[0].float()
-        nats += float(F.cross_entropy(logits, window[1:], reduction="sum"))
-        num_bytes += int(nbytes[window[1:].cpu().numpy()].sum())
+        counted = corpus.counted(rows[number])[1:]
+        losses = F.cross_entropy(logits, window[1:], reduction="none").cpu().numpy()
+        nats += float(losses[counted].sum())
+        num_bytes += int(nbytes[rows[number][1:][counted]].sum())
+        num_tokens += int(counted.sum())
         for layer, chosen in enumerate(choices):
             counts[number % 2, layer] += np.bincount(chosen.flatten().cpu().numpy(), minlength=counts.shape[2])
-    num_tokens = windows.shape[0] * LENGTH
     even, odd = (half / half.sum(axis=1, keepdims=True) for half in counts)
     load = counts.sum(axis=0) / counts.sum(axis=(0, 2))[:, None]
     bits_per_byte = nats / num_bytes / float(np.log(2))
@@ -55,9 +59,9 @@ def measure(
 
 
 def token_nbytes(tokenizer: PreTrainedTokenizerFast) -> npt.NDArray[np.int64]:
-    """Bytes of text each token stands for: in byte-level BPE one character of its name is one byte; EOT none."""
+    """Bytes of text that each token stands for: in byte-level BPE the characters of its name; of special ones none."""
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    return np.array([0 if name == EOT else len(name) for name in names])
+    return np.array([0 if name in (EOT, USER, ASSISTANT) else len(name) for name in names])
 
 
 @contextmanager

@@ -3,6 +3,8 @@
     python tools/train_demo.py --data DIR --minutes 100
     python tools/train_demo.py --data DIR --minutes 100 --start src/expertly/data/demo      (a further sitting)
 
+Half of the sequences are conversations (`--chat`, tools/demo_chat.py), of which only the answers count.
+
 Runs on the CPU with one process a core that share the parameters, or on one GPU; in bfloat16 where the processor
 multiplies it, with weights and optimizer in float32. The learning rate follows the share of the time (`--minutes`,
 `--until`) or of the steps (`--steps`, reproducible by `--seed`) that has passed. A run that was killed goes on from its
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from demo_card import Sitting, read_sittings, write_card
+from demo_chat import with_chat
 from demo_data import Corpus, Sampler, prepare
 from demo_moe import NUM_EXPERTS, VOCAB, RouterLoss, build_model, demo_config
 from demo_optim import Rates, Slot, attach, has_fast_bfloat16, make_slots, update
@@ -37,6 +40,7 @@ from expertly.core.resources import cpu_name
 
 PACKAGE_DATA = Path(__file__).parent.parent / "src" / "expertly" / "data" / "demo"
 LONG_FROM = 0.85
+IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class Settings:
     muon_lr: float = 0.02
     adam_lr: float = 4e-3
     weight_decay: float = 0.01
+    chat: float = 0.5
+    """Share of the sequences that are conversations."""
     max_chars: int = 24_000_000
     card_only: bool = False
     save_every_s: float = 600.0
@@ -83,7 +89,7 @@ def work(rank: int, settings: Settings, slots: list[Slot], start: Progress, barr
     torch.manual_seed(settings.seed)
     tokenizer, corpora = prepare(settings.data, settings.work / "tokens", settings.seed, VOCAB, settings.max_chars)
     steps_before = sum(one.steps for one in read_sittings(settings.start)) + start.step
-    sampler = Sampler(corpora, settings.seed + 1_000_003 * steps_before)
+    sampler = Sampler(corpora, settings.seed + 1_000_003 * steps_before, settings.chat)
     model = build_model(torch.device(settings.device))
     attach(model, slots, rank)
     model.train()
@@ -104,13 +110,16 @@ def work(rank: int, settings: Settings, slots: list[Slot], start: Progress, barr
                 save_checkpoint(settings.work / "checkpoint.pt", slots, state)
             return
         length, rows = (256, settings.rows) if done < LONG_FROM else (1024, max(1, settings.rows // 4))
-        batch = torch.from_numpy(sampler.batch(rows * settings.workers, length)[rank * rows : (rank + 1) * rows])
-        batch = batch.to(settings.device)
+        batch, counted = (
+            torch.from_numpy(part[rank * rows : (rank + 1) * rows]).to(settings.device)
+            for part in sampler.batch(rows * settings.workers, length)
+        )
+        targets = torch.where(counted, batch, IGNORED)[:, 1:]
         for slot in slots:
             slot.grads[rank].zero_()
         with torch.autocast(settings.device, torch.bfloat16, enabled=has_fast_bfloat16(settings.device)):
             logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
         (loss + router_loss.take()).backward()
         shared[2 + rank].lerp_(loss.detach().cpu(), 0.1 if state.step > start_step + 5 else 1.0)
         del logits, loss
@@ -227,7 +236,7 @@ def train(settings: Settings, command: str) -> None:
 
 def check_vocabulary(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Raise SystemExit if the model in `folder` reads other tokens than this run's data is made of."""
-    if PreTrainedTokenizerFast.from_pretrained(folder).get_vocab() != tokenizer.get_vocab():
+    if with_chat(PreTrainedTokenizerFast.from_pretrained(folder)).get_vocab() != tokenizer.get_vocab():
         raise SystemExit(f"--start {folder}: its tokenizer is not the one that this data and seed give")
 
 
@@ -256,7 +265,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
     end.add_argument("--until", help="UTC time HH:MM at which the run ends")
     end.add_argument("--steps", type=int, default=default.steps, help="length of the run in steps")
     end.add_argument("--card-only", action="store_true", help="only write the card of the model in --out again")
-    for name in ("seed", "workers", "rows", "muon_lr", "adam_lr", "device", "save_every_s"):
+    for name in ("seed", "workers", "rows", "muon_lr", "adam_lr", "chat", "device", "save_every_s"):
         value = getattr(default, name)
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
     given = vars(parser.parse_args(arguments))
