@@ -187,14 +187,18 @@ def drop_page_cache(folder: Path) -> None:
                 os.close(fd)
 
 
-def print_report(name: str, rows: list[dict[str, Any]], settings: dict[str, Any], out: str | None = None) -> None:
-    """Print `rows`, and what `write_report` writes."""
+def print_report(
+    name: str, rows: list[dict[str, Any]], settings: dict[str, Any], out: str | None = None
+) -> dict[str, Any]:
+    """Print `rows`, and what `write_report` writes, which is returned."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(c[i]) for c in [columns, *cells]) for i in range(len(columns))]
     for line in [columns, *cells]:
         print("  ".join(value.rjust(width) for value, width in zip(line, widths, strict=True)))
-    print(json.dumps(write_report(name, rows, settings, out)))
+    report = write_report(name, rows, settings, out)
+    print(json.dumps(report))
+    return report
 
 
 def write_report(
@@ -254,4 +258,16 @@ def _machine() -> dict[str, Any]:
     from expertly.core.resources import cpu_name
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": cpu_name(), "cores": os.cpu_count(), "memory_bytes": memory, "load_1m": round(os.getloadavg()[0], 2)}
+    counts = {"cores": os.cpu_count(), "memory_bytes": memory, "load_1m": round(os.getloadavg()[0], 2)}
+    return {"cpu": cpu_name(), "processor": _processor(), **counts}
+
+
+def _processor() -> str:
+    """Vendor, family and model, where the system's name says less than kernels depend on."""
+    fields: dict[str, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    names = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+    return ", ".join(f"{name} {fields[name]}" for name in names if name in fields) or platform.machine()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from expertly.formats import FORMATS, expert_format, tiles
 from expertly.formats.gguf import GGUF_FORMATS
+from expertly.formats.matrix import Matrix
 from expertly.formats.tiles import ExpertFormat
 from expertly.native.kernels import TASK_TOKENS, Kernels, libraries
 from tests.formats.matrices import MATRICES, SIZES, made
@@ -112,3 +114,29 @@ def test_a_matrix_by_itself(form: ExpertFormat, library: Any) -> None:
             kernels.dots(address, x, out, blocks.shape[1], None, one.kernel)
             wanted = exact.T[x.argmax(1)]
             assert bool(((out == wanted) | (wanted.abs() < torch.finfo(dtype).tiny) & (out == 0)).all())
+
+
+@pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_codes_and_inputs_as_large_as_can_be(library: Any, sign: int) -> None:
+    """Sums of products may have 16 bits, and inputs are multiplied in digits of 8: of -128, with the largest codes."""
+    kernels, x = Kernels(library, "for a test"), torch.full((1, 512), sign * (33 * 2**16 - 2**15 - 2**7) / 2**21)
+    for one in (*GGUF_FORMATS, *(FORMATS[name] for name in ("int4_g32", "int4_g128_f16", "int4_g128_zeros"))):
+        halves = getattr(one, "_halves", None)
+        if halves == ():
+            continue  # scales in other forms than float16
+        if halves is None:
+            codes, scales = torch.full((16, 256), 255, dtype=torch.uint8), torch.ones(16, 512 // one.group)
+            zeros = torch.zeros(16, 512 // one.group, dtype=torch.uint8) if "zeros" in one.name else None
+            scales = scales.to(torch.float16 if one.name.endswith("_f16") else torch.bfloat16)
+            matrix = Matrix(codes if zeros is not None else codes.view(torch.int32), scales, 4, 512, zeros=zeros)
+        else:
+            blocks = np.full((16, 512 // one.group, one.tile_nbytes // 16), 255, np.uint8)
+            for place in halves:
+                blocks[..., place], blocks[..., place + 1] = 0, 0x3C
+            matrix = Matrix(torch.from_numpy(blocks), torch.empty(0))
+        packed = torch.from_numpy(one.pack(one.parts_of(matrix)))
+        weights, out = one.decode(packed).double(), torch.full((1, 16), torch.nan)
+        kernels.dots(packed.data_ptr(), x, out, packed.shape[1], None, one.kernel)
+        bound = 2**-19 * (weights.abs() @ x[0].double().abs())
+        assert bool(((out[0] - weights @ x[0].double()).abs() <= bound).all()), one.name

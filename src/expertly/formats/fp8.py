@@ -66,7 +66,7 @@ def moved_values(moved: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.float8_e4m3fn).float()
 
 
-FP8, FP8_ROWS = Fp8Format("fp8", 24, 1), Fp8Format("fp8_rows", 25, TILE_OUTPUTS)
+FP8, FP8_ROWS = Fp8Format("fp8", 23, 1), Fp8Format("fp8_rows", 24, TILE_OUTPUTS)
 
 
 def fp8_form(numbers: Header, scales: tuple[int, ...]) -> TiledFormat | None:

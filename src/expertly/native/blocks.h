@@ -1,6 +1,6 @@
 /* GGUF's types whose blocks stay as they are: a tile is the blocks of 16 outputs, one after the other. For each type there
  * is a function that decodes a unit of a block, UNIT inputs in their order: whole numbers of -62 to 62, and a scale of each
- * half. tiles_body.h (unpack) makes a tile of codes (codes.h) of them, 16 outputs at a time, in the first cache.
+ * half. tiles_body.h multiplies a block of an output once it lies unpacked in the first cache.
  *
  * Scales times numbers are exact in float32. The reference is the package gguf (quants.py), whose grids are used.
  */
@@ -39,11 +39,18 @@ INLINE void add_to_each(int is_less, uint64_t numbers, int8_t *to) { /* of small
     memcpy(to, &numbers, 8);
 }
 
-/* Eight numbers of which none is 0, negated where `signs` has a bit. */
-INLINE void put_signed(uint64_t numbers, uint32_t signs, int8_t *to) {
-    const uint64_t bits = EACH_BYTE(signs) & 0x8040201008040201u;
-    const uint64_t is_negative = (bits + EACH_BYTE(127)) >> 7 & EACH_BYTE(1);
-    numbers = (numbers ^ is_negative * 255) + is_negative;
+/* Of eight bits, or of seven and as many as make an even number: a byte of ones for each bit. */
+static uint64_t SIGNS[256], EVEN_SIGNS[128];
+
+static __attribute__((constructor)) void signs_begin(void) {
+    for (uint32_t i = 0; i < 256; i++)
+        for (int k = 0; k < 8; k++) SIGNS[i] |= i >> k & 1 ? (uint64_t)255 << 8 * k : 0;
+    for (uint32_t i = 0; i < 128; i++) EVEN_SIGNS[i] = SIGNS[i | (uint32_t)__builtin_parity(i) << 7];
+}
+
+/* Eight numbers of which none is 0, negated where `signs` has ones. */
+INLINE void put_signed(uint64_t numbers, uint64_t signs, int8_t *to) {
+    numbers = (numbers ^ signs) + (signs & EACH_BYTE(1));
     memcpy(to, &numbers, 8);
 }
 
@@ -60,9 +67,6 @@ INLINE uint64_t fours_at(const int8_t *first, const int8_t *second) {
     return numbers[0] | (uint64_t)numbers[1] << 32;
 }
 
-/* Of 7 bits all 8: the number of negative ones is even. */
-INLINE uint32_t even_signs(uint32_t signs) { return (signs & 127) | (uint32_t)__builtin_parity(signs & 127) << 7; }
-
 /* A grid's numbers, each more or less by an eighth, times 8. */
 INLINE void put_shifted(const int8_t *grid, int is_less, int8_t *to) {
     add_to_each(is_less, eight_at(grid) << 3 & EACH_BYTE(0xf8), to);
@@ -74,14 +78,14 @@ INLINE void put_shifted(const int8_t *grid, int is_less, int8_t *to) {
 UNIT_OF(iq2_xxs) {
     const uint8_t *places = block + 2 + j * 8;
     const uint32_t signs = word_at(places + 4);
-    for (int i = 0; i < 4; i++) put_signed(eight_at(GRIDS.iq2_xxs[places[i]]), even_signs(signs >> 7 * i), numbers + 8 * i);
+    for (int i = 0; i < 4; i++) put_signed(eight_at(GRIDS.iq2_xxs[places[i]]), EVEN_SIGNS[signs >> 7 * i & 127], numbers + 8 * i);
     scales[0] = scales[1] = half_number(block) * (.5f + (float)(signs >> 28)) * .25f;
 }
 
 UNIT_OF(iq2_xs) {
     for (int i = 0; i < 4; i++) {
         const uint32_t place = pair_at(block + 2 + j * 8 + i * 2);
-        put_signed(eight_at(GRIDS.iq2_xs[place & 511]), even_signs(place >> 9), numbers + 8 * i);
+        put_signed(eight_at(GRIDS.iq2_xs[place & 511]), EVEN_SIGNS[place >> 9 & 127], numbers + 8 * i);
     }
     for (int i = 0; i < 2; i++) scales[i] = half_number(block) * (.5f + (float)(block[66 + j] >> 4 * i & 15)) * .25f;
 }
@@ -89,7 +93,7 @@ UNIT_OF(iq2_xs) {
 UNIT_OF(iq2_s) {
     for (int i = 0; i < 4; i++) {
         const int place = block[2 + j * 4 + i] | (block[66 + j] >> 2 * i & 3) << 8;
-        put_signed(eight_at(GRIDS.iq2_s[place]), block[34 + j * 4 + i], numbers + 8 * i);
+        put_signed(eight_at(GRIDS.iq2_s[place]), SIGNS[block[34 + j * 4 + i]], numbers + 8 * i);
     }
     for (int i = 0; i < 2; i++) scales[i] = half_number(block) * (.5f + (float)(block[74 + j] >> 4 * i & 15)) * .25f;
 }
@@ -98,7 +102,7 @@ UNIT_OF(iq3_xxs) {
     const uint8_t *places = block + 2 + j * 8;
     const uint32_t signs = word_at(block + 66 + j * 4);
     for (int i = 0; i < 4; i++)
-        put_signed(fours_at(GRIDS.iq3_xxs[places[2 * i]], GRIDS.iq3_xxs[places[2 * i + 1]]), even_signs(signs >> 7 * i),
+        put_signed(fours_at(GRIDS.iq3_xxs[places[2 * i]], GRIDS.iq3_xxs[places[2 * i + 1]]), EVEN_SIGNS[signs >> 7 * i & 127],
                    numbers + 8 * i);
     scales[0] = scales[1] = half_number(block) * (.5f + (float)(signs >> 28)) * .5f;
 }
@@ -109,7 +113,7 @@ UNIT_OF(iq3_s) {
     for (int i = 0; i < 4; i++)
         put_signed(fours_at(GRIDS.iq3_s[places[2 * i] | (high >> 2 * i & 256)],
                             GRIDS.iq3_s[places[2 * i + 1] | (high >> (2 * i + 1) & 256)]),
-                   block[74 + j * 4 + i], numbers + 8 * i);
+                   SIGNS[block[74 + j * 4 + i]], numbers + 8 * i);
     scales[0] = scales[1] = half_number(block) * (float)(1 + 2 * (block[106 + j / 2] >> j % 2 * 4 & 15));
 }
 

@@ -3,9 +3,10 @@
  * each instruction set.
  *
  * Products of codes and inputs are summed over a unit of 32 inputs, and the sum is scaled. There are three ways:
- * - integers, where the processor multiplies bytes (DOT_BYTES) and codes are at most MOST_CODE. The inputs of a unit become
- *   whole numbers of 23 bits times one power of two, cut into three digits of 8 bits that are multiplied separately. Sums
- *   are exact; an input loses what is below 2^-23 of the unit's largest input, as it would in a float32 sum;
+ * - integers, where the processor multiplies bytes (ADD_BYTES). The inputs of a unit become whole numbers of 23 bits times
+ *   one power of two, cut into three digits of 8 bits that are multiplied separately; where codes of 8 bits are too large
+ *   to be multiplied by bytes (ADD_WORDS), into two digits of 12 bits. Sums are exact; an input loses what is below 2^-23
+ *   of the unit's largest input, as it would in a float32 sum;
  * - pairs of bfloat16, with AVX512-BF16 and MXFP4 (mxfp4_pairs): values are looked up as bfloat16, sums are float32;
  * - float32 otherwise.
  *
@@ -45,13 +46,23 @@ INLINE int code_offset(int format) {
          : format == Q5_0     ? 16
          : format == Q6_K     ? 32
          : format == Q3_K     ? 4
-         : has_blocks(format) ? 64
                               : 0;
+}
+
+/* The largest code as it is stored. */
+INLINE int largest_code(int format) {
+    return format == Q2_K                      ? 3
+         : format == Q3_K                      ? 7
+         : format == MXFP4                     ? 24
+         : format == Q5_K || format == Q5_0 || format == Q5_1 ? 31
+         : format == Q6_K                      ? 63
+         : code_offset(format) == 128          ? 255
+                                               : 15;
 }
 
 /* Scales of a unit, for each output. */
 INLINE int scales_of_unit(int format) {
-    return format == Q6_K || format == Q2_K || format == Q3_K || has_blocks(format) ? 2 : 1;
+    return format == Q6_K || format == Q2_K || format == Q3_K ? 2 : 1;
 }
 
 INLINE int has_minimum(int format) {
@@ -75,39 +86,37 @@ INLINE vf NAME(float_of)(vu numbers) { return __builtin_convertvector((vi)number
 
 /* -- codes and scales of a format -------------------------------------------------------------------------------------- */
 
-/* Two bits of each of the 8 words: those of word k begin at bit 2 (k % 4) of these bytes. */
-INLINE void NAME(two_bits)(const char *p, int j, int at, vu *codes) {
-    for (int k = 0; k < 8; k++) codes[k] = *(const vu *)(p + (2 * j + k / 4) * 64 + at) >> k % 4 * 2 & 0x03030303u;
+/* Two bits of each of the two words: those of word k of a unit begin at bit 2 (k % 4) of these bytes. */
+INLINE void NAME(two_bits)(const char *p, int j, int i, int at, vu *codes) {
+    for (int k = 0; k < 2; k++) codes[k] = *(const vu *)(p + (2 * j + i / 2) * 64 + at) >> (i % 2 * 4 + k * 2) & 0x03030303u;
 }
 
-/* The 8 words of unit j of a tile, for outputs w * V to w * V + V - 1. */
-INLINE void NAME(codes)(int format, const char *p, int w, int j, vu *codes) {
+/* Words 2 i and 2 i + 1 of unit j of a tile, for outputs w * V to w * V + V - 1. */
+INLINE void NAME(codes)(int format, const char *p, int w, int j, int i, vu *codes) {
     const int at = w * V * 4;
-    if (format == Q8_0 || format == UNPACKED) { /* Q8_0 is stored with a sign: add 128 */
-        for (int k = 0; k < 8; k++) codes[k] = *(const vu *)(p + k * 64 + at) ^ (format == Q8_0 ? 0x80808080u : 0);
+    if (format == Q8_0) { /* which is stored with a sign: add 128 */
+        for (int k = 0; k < 2; k++) codes[k] = *(const vu *)(p + (2 * i + k) * 64 + at) ^ 0x80808080u;
         return;
     }
     if (format == Q2_K || format == Q3_K) {
-        NAME(two_bits)(p, j, at, codes);
-        for (int k = 0; k < 8 && format == Q3_K; k++)
-            codes[k] |= (*(const vu *)(p + 1024 + j * 64 + at) >> k & 0x01010101u) << 2;
+        NAME(two_bits)(p, j, i, at, codes);
+        for (int k = 0; k < 2 && format == Q3_K; k++)
+            codes[k] |= (*(const vu *)(p + 1024 + j * 64 + at) >> (2 * i + k) & 0x01010101u) << 2;
         return;
     }
-    for (int i = 0; i < 4; i++) {
-        const vu word = *(const vu *)(p + (j * 4 + i) * 64 + at);
-        codes[2 * i] = word & 0x0f0f0f0fu;
-        codes[2 * i + 1] = word >> 4 & 0x0f0f0f0fu;
-    }
+    const vu word = *(const vu *)(p + (j * 4 + i) * 64 + at);
+    codes[0] = word & 0x0f0f0f0fu;
+    codes[1] = word >> 4 & 0x0f0f0f0fu;
     if (format == MXFP4 || format == IQ4_NL || format == IQ4_XS)
-        for (int k = 0; k < 8; k++) codes[k] = SHUFFLE(format == MXFP4 ? E2M1_CODES : GRIDS.iq4_nl, codes[k]);
+        for (int k = 0; k < 2; k++) codes[k] = SHUFFLE(format == MXFP4 ? E2M1_CODES : GRIDS.iq4_nl, codes[k]);
     if (format == Q5_K || format == Q5_0 || format == Q5_1) { /* the fifth bits of word k are bit k of these bytes */
         const vu bits = *(const vu *)(p + (format == Q5_K ? 2048 : 256) + j * 64 + at);
-        for (int k = 0; k < 8; k++) codes[k] |= (bits >> k & 0x01010101u) << 4;
+        for (int k = 0; k < 2; k++) codes[k] |= (bits >> (2 * i + k) & 0x01010101u) << 4;
     }
     if (format == Q6_K) {
-        vu upper[8];
-        NAME(two_bits)(p + 2048, j, at, upper);
-        for (int k = 0; k < 8; k++) codes[k] |= upper[k] << 4;
+        vu upper[2];
+        NAME(two_bits)(p + 2048, j, i, at, upper);
+        for (int k = 0; k < 2; k++) codes[k] |= upper[k] << 4;
     }
 }
 
@@ -120,7 +129,6 @@ INLINE vf NAME(code_scale)(int format, const char *p, int w, int j, int half, vf
     }
     if (format == Q4_0 || format == IQ4_NL) return NAME(halves)(p + 256 + w * V * 2);
     if (format == Q8_0) return NAME(halves)(p + 512 + w * V * 2);
-    if (format == UNPACKED) return *(const vf *)(p + 512 + (half * 16 + w * V) * 4);
     if (format == Q4_1 || format == Q5_0 || format == Q5_1) {
         p += (format == Q4_1 ? 256 : 320) + w * V * 2;
         if (has_minimum(format)) *minimum = -NAME(halves)(p + 32);
@@ -164,14 +172,21 @@ INLINE vf NAME(code_values)(int offset, vu codes, int b) {
     return NAME(float_of)(numbers << (24 - b * 8) & 0xff000000u);
 }
 
-/* Whether codes of a format are multiplied as integers. */
-#ifdef DOT_BYTES
-INLINE int NAME(is_whole)(int format) { return !has_weights(format) && (code_offset(format) == 128 ? 255 : 127) <= MOST_CODE; }
+#ifdef ADD_BYTES
+/* Whether codes of a format are multiplied by words. */
+#ifdef ADD_WORDS
+INLINE int NAME(is_wide)(int format) { return largest_code(format) > 127; }
 #else
-INLINE int NAME(is_whole)(int format) { return (void)format, 0; }
+INLINE int NAME(is_wide)(int format) { return (void)format, 0; }
 #endif
 
-#ifdef DOT_BYTES
+/* Whether they are multiplied with a sign. */
+#if defined(ADD_WORDS) || defined(BYTES_HAVE_SIGNS)
+INLINE int NAME(is_signed)(int format) { return largest_code(format) > 127; }
+#else
+INLINE int NAME(is_signed)(int format) { return (void)format, 0; }
+#endif
+
 /* Writes a unit's inputs, which are in the order of their places, as fixed point. `largest`: the bits of the largest
  * absolute input of all units that share a scale. The loops are simple so that compilers vectorise them.
  */
@@ -183,10 +198,19 @@ INLINE void NAME(fix)(int format, uint32_t largest, const float *values, unit *t
     float factor, rounded[UNIT];
     int32_t numbers[UNIT];
     memcpy(&factor, &factor_bits, 4);
-    memcpy(&to->fixed.scale, &scale_bits, 4);
     for (int i = 0; i < UNIT; i++) rounded[i] = values[i] * factor + 0x1.8p23f; /* rounds to a whole number */
     memcpy(numbers, rounded, sizeof numbers);
     for (int i = 0; i < UNIT; i++) numbers[i] -= 0x4b400000;
+    if (NAME(is_wide)(format)) {
+        for (int i = 0; i < UNIT; i++) { /* of four, those at even places first */
+            const int32_t digit = ((numbers[i] & 4095) ^ 2048) - 2048;
+            const int place = i / 4 * 4 + i % 2 * 2 + i % 4 / 2;
+            to->wide.digits[0][place] = (int16_t)digit;
+            to->wide.digits[1][place] = (int16_t)((numbers[i] - digit) >> 12);
+        }
+        memcpy(&to->wide.scale, &scale_bits, 4);
+        return;
+    }
     for (int d = 0; d < 3; d++) {
         int8_t digits[UNIT];
         for (int i = 0; i < UNIT; i++) {
@@ -198,9 +222,10 @@ INLINE void NAME(fix)(int format, uint32_t largest, const float *values, unit *t
         for (int first = 0; first < UNIT; first += num) {
             int32_t sum = 0;
             for (int i = first; i < first + num; i++) sum += digits[i];
-            to->fixed.start[first / num][d] = -code_offset(format) * sum;
+            to->fixed.start[first / num][d] = NAME(is_signed)(format) ? 0 : -code_offset(format) * sum;
         }
     }
+    memcpy(&to->fixed.scale, &scale_bits, 4);
 }
 #endif
 
@@ -214,9 +239,9 @@ INLINE void NAME(prepare_pairs)(int format, const char *x, int64_t width, unit *
 
 /* A row of inputs as units in fixed point or float32, for tiles of a format. */
 INLINE void NAME(prepare_units)(int format, int dtype, const char *x, int64_t width, unit *out) {
-    const int num = format >= INT4_G32 ? tile_group(format) / UNIT : 1; /* units that share a scale */
+    const int num = format >= INT4_G32 || has_blocks(format) ? tile_group(format) / UNIT : 1; /* that share a scale */
     for (int64_t j = 0; j < width; j += num * UNIT, out += num) {
-        float values[4][UNIT];
+        float values[MAX_GROUP / UNIT][UNIT];
         uint32_t largest = 0;
         for (int k = 0; k < num; k++) {
             for (int i = 0; i < UNIT; i++)
@@ -231,8 +256,8 @@ INLINE void NAME(prepare_units)(int format, int dtype, const char *x, int64_t wi
             }
         }
         for (int k = 0; k < num; k++) {
-#ifdef DOT_BYTES
-            if (NAME(is_whole)(format)) {
+#ifdef ADD_BYTES
+            if (!has_weights(format)) {
                 NAME(fix)(format, largest, values[k], out + k);
                 continue;
             }
@@ -242,22 +267,53 @@ INLINE void NAME(prepare_units)(int format, int dtype, const char *x, int64_t wi
     }
 }
 
-#define TOGETHER (V == 8 ? 2 : 1) /* vectors of outputs that are multiplied with an input once it is loaded */
+#define TOGETHER (V == 16 ? 1 : 2) /* vectors of outputs that are multiplied with an input once it is loaded */
+
+#define UNROLLED _Pragma("GCC unroll 8") /* else words lie in memory */
+
+/* Words of a unit, from those of vector w of outputs on: once for all tokens, or for a single token as they are multiplied,
+ * since registers do not hold all.
+ */
+typedef struct {
+    const char *p;
+    int w, j;
+    vu words[2][8];
+} NAME(unit_codes);
+
+INLINE void NAME(read_codes)(int format, NAME(unit_codes) *codes, int i) {
+    for (int v = 0; v < TOGETHER; v++) {
+        NAME(codes)(format, codes->p, codes->w + v, codes->j, i, codes->words[v] + 2 * i);
+#ifdef ADD_BYTES
+        for (int k = 2 * i; k < 2 * i + 2 && NAME(is_signed)(format); k++) codes->words[v][k] ^= 0x80808080u;
+#endif
+    }
+}
 
 /* For TOGETHER vectors of outputs and N tokens: dots[v][t] = the sum of products over `num` words from word `first` on. */
-#ifdef DOT_BYTES
-INLINE void NAME(dot_whole)(vu (*codes)[8], int first, int num, int N, const unit *x, int64_t x_stride,
+#ifdef ADD_BYTES
+INLINE void NAME(dot_whole)(int format, NAME(unit_codes) *codes, int first, int num, int N, const unit *x, int64_t x_stride,
                             vf (*dots)[MAX_TOKENS]) {
+    const int most = MOST_ADDED(largest_code(format)), step = most < num ? most : num;
     for (int t = 0; t < N; t++) {
         const unit *one = x + t * x_stride;
         vi sums[2][3];
         for (int d = 0; d < 3; d++) sums[0][d] = sums[1][d] = (vi){0} + one->fixed.start[first != 0][d];
-        for (int k = first; k < first + num; k++)
-            for (int d = 0; d < 3; d++) {
-                uint32_t four;
-                memcpy(&four, one->fixed.digits[d] + 4 * k, 4);
-                for (int v = 0; v < TOGETHER; v++) sums[v][d] = DOT_BYTES(sums[v][d], codes[v][k], (vu){0} + four);
+        UNROLLED for (int begin = first; begin < first + num; begin += step) {
+            vi added[2][3] = {0};
+            UNROLLED for (int k = begin; k < begin + step; k++) {
+                if (N == 1 && k % 2 == 0) NAME(read_codes)(format, codes, k / 2);
+                for (int d = 0; d < 3; d++) {
+                    uint32_t four;
+                    memcpy(&four, one->fixed.digits[d] + 4 * k, 4);
+                    for (int v = 0; v < TOGETHER; v++) {
+                        added[v][d] = ADD_BYTES(added[v][d], codes->words[v][k], (vu){0} + four);
+                        KEEP(added[v][d]); /* else all products are made, and wait in memory, before they are added */
+                    }
+                }
             }
+            for (int v = 0; v < TOGETHER; v++)
+                for (int d = 0; d < 3; d++) sums[v][d] += ADDED_BYTES(added[v][d]);
+        }
         for (int v = 0; v < TOGETHER; v++) {
             const vf low = __builtin_convertvector((sums[v][1] << 8) + sums[v][0], vf);
             const vf high = __builtin_convertvector(sums[v][2], vf);
@@ -267,29 +323,61 @@ INLINE void NAME(dot_whole)(vu (*codes)[8], int first, int num, int N, const uni
 }
 #endif
 
-INLINE void NAME(dot_codes)(int format, vu (*codes)[8], int first, int num, int N, const unit *x, int64_t x_stride,
+#ifdef ADD_WORDS
+/* The same of codes of 8 bits with a sign, all words. */
+INLINE void NAME(dot_wide)(int format, NAME(unit_codes) *codes, int N, const unit *x, int64_t x_stride, vf (*dots)[MAX_TOKENS]) {
+    for (int t = 0; t < N; t++) {
+        const unit *one = x + t * x_stride;
+        vi sums[2][2] = {0};
+        UNROLLED for (int k = 0; k < 8; k++) {
+            if (N == 1 && k % 2 == 0) NAME(read_codes)(format, codes, k / 2);
+            for (int d = 0; d < 2; d++) {
+                uint32_t even, odd;
+                memcpy(&even, one->wide.digits[d] + 4 * k, 4);
+                memcpy(&odd, one->wide.digits[d] + 4 * k + 2, 4);
+                for (int v = 0; v < TOGETHER; v++) {
+                    sums[v][d] = ADD_WORDS(sums[v][d], codes->words[v][k], (vu){0} + even, (vu){0} + odd);
+                    KEEP(sums[v][d]);
+                }
+            }
+        }
+        for (int v = 0; v < TOGETHER; v++) {
+            const vf low = __builtin_convertvector(sums[v][0], vf), high = __builtin_convertvector(sums[v][1], vf);
+            dots[v][t] = (high * 4096.f + low) * one->wide.scale;
+        }
+    }
+}
+#endif
+
+INLINE void NAME(dot_codes)(int format, NAME(unit_codes) *codes, int first, int num, int N, const unit *x, int64_t x_stride,
                             vf (*dots)[MAX_TOKENS]) {
-#ifdef DOT_BYTES
-    if (NAME(is_whole)(format)) {
-        NAME(dot_whole)(codes, first, num, N, x, x_stride, dots);
+#ifdef ADD_WORDS
+    if (NAME(is_wide)(format)) {
+        NAME(dot_wide)(format, codes, N, x, x_stride, dots);
         return;
     }
 #endif
+#ifdef ADD_BYTES
+    NAME(dot_whole)(format, codes, first, num, N, x, x_stride, dots);
+#else
     const int A = N == 1 ? 4 : N == 2 ? 2 : 1; /* independent sums, because an addition waits for the one before it */
     for (int v = 0; v < TOGETHER; v++) {
         vf a[MAX_TOKENS][4];
         for (int t = 0; t < N; t++)
             for (int k = 0; k < A; k++) a[t][k] = (vf){0};
-        for (int k = first; k < first + num; k++)
+        UNROLLED for (int k = first; k < first + num; k++) {
+            if (N == 1 && v == 0 && k % 2 == 0) NAME(read_codes)(format, codes, k / 2);
             for (int b = 0; b < 4; b++) {
-                const vf value = NAME(code_values)(code_offset(format), codes[v][k], b);
+                const vf value = NAME(code_values)(code_offset(format), codes->words[v][k], b);
                 for (int t = 0; t < N; t++) a[t][b % A] += value * x[t * x_stride].x[4 * k + b];
             }
+        }
         for (int t = 0; t < N; t++) {
             for (int k = 1; k < A; k++) a[t][0] += a[t][k];
             dots[v][t] = a[t][0] * 0x1p-24f;
         }
     }
+#endif
 }
 
 INLINE void NAME(codes_add)(int format, int N, const char *p, const unit *x, int64_t x_stride, float *sums,
@@ -297,13 +385,13 @@ INLINE void NAME(codes_add)(int format, int N, const char *p, const unit *x, int
     const int num = 8 / scales_of_unit(format);
     const int64_t unit_nbytes = tile_nbytes(format) / (tile_group(format) / UNIT);
     for (int j = 0; j < tile_group(format) / UNIT; j++) {
-        if (format != UNPACKED) NAME(fetch)(p + AHEAD + j * unit_nbytes, unit_nbytes);
+        NAME(fetch)(p + AHEAD + j * unit_nbytes, unit_nbytes);
         for (int w = 0; w < W; w += TOGETHER) {
-            vu codes[2][8];
-            for (int v = 0; v < TOGETHER; v++) NAME(codes)(format, p, w + v, j, codes[v]);
-            for (int first = 0; first < 8; first += num) {
+            NAME(unit_codes) codes = {.p = p, .w = w, .j = j};
+            for (int i = 0; i < 4 && N > 1; i++) NAME(read_codes)(format, &codes, i);
+            UNROLLED for (int first = 0; first < 8; first += num) {
                 vf dots[2][MAX_TOKENS];
-                NAME(dot_codes)(format, codes, first, num, N, x + j, x_stride, dots);
+                NAME(dot_codes)(format, &codes, first, num, N, x + j, x_stride, dots);
                 for (int v = 0; v < TOGETHER; v++) {
                     vf minimum;
                     const vf scale = NAME(code_scale)(format, p, w + v, j, first / num, &minimum);
@@ -318,6 +406,7 @@ INLINE void NAME(codes_add)(int format, int N, const char *p, const unit *x, int
     }
 }
 #undef TOGETHER
+#undef UNROLLED
 
 #ifdef PAIRS_LABEL
 /* As tiles_add of tiles_body.h, for MXFP4 and inputs in bfloat16. */
@@ -351,13 +440,13 @@ INLINE void NAME(codes_decode)(int format, const char *p, float (*out)[16]) {
     for (int j = 0; j < tile_group(format) / UNIT; j++)
         for (int w = 0; w < W; w++) {
             vu codes[8];
-            NAME(codes)(format, p, w, j, codes);
+            for (int i = 0; i < 4; i++) NAME(codes)(format, p, w, j, i, codes + 2 * i);
             for (int k = 0; k < 8; k++) {
                 vf minimum;
                 const vf scale = NAME(code_scale)(format, p, w, j, k / num, &minimum);
                 for (int b = 0; b < 4; b++) {
                     const vf value = NAME(code_values)(code_offset(format), codes[k], b);
-                    const int i = format == UNPACKED ? 4 * k + b : k / 2 * 8 + k % 2 + 2 * b;
+                    const int i = k / 2 * 8 + k % 2 + 2 * b;
                     vf *weights = (vf *)(out[j * UNIT + i] + w * V);
                     if (format == MXFP4) *weights = value * 0x1p-24f * scale; /* scale * 2^-24 may underflow */
                     else *weights = value * (scale * 0x1p-24f) - minimum;

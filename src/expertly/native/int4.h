@@ -8,7 +8,7 @@
  * is q s rounded to nearest, ties to even: (2^n + 1) s and 2^n s are no longer than 24 bits; the product is rounded where
  * the dtype ends, as 2^n q s lies n bits higher; and what is subtracted is exact and even there.
  *
- * Where there is DOT_BYTES, sums are of whole numbers (codes.h). Be m the digits of s, u their last place, so s = m u: a
+ * Where there is ADD_BYTES, sums are of whole numbers (codes.h). Be m the digits of s, u their last place, so s = m u: a
  * weight is q m + e times u, where e, of -8 to 8, is what rounding adds, and which m and q say, for there is a table of
  * them. So a sum is s times that of q and inputs, and u times that of e and inputs.
  *
@@ -110,8 +110,18 @@ static __attribute__((noinline)) void NAME(int4_decode)(int format, const char *
 
 /* -- tiles times inputs ------------------------------------------------------------------------------------------------ */
 
-#ifdef DOT_BYTES
+#ifdef ADD_BYTES
 #define AT_ONCE (V / 4) /* of a vector: four bytes each of four words */
+
+INLINE vf NAME(lanes)(vf values, vu numbers) {
+#ifdef LOOKUP_IN
+    return LOOKUP_IN(values, numbers);
+#else
+    vf lanes;
+    for (int i = 0; i < V; i++) lanes[i] = values[numbers[i] % V];
+    return lanes;
+#endif
+}
 
 /* What sums over the rows of a tile are multiplied with, and where a row's errors are in the table, for number 0. */
 typedef struct {
@@ -159,12 +169,8 @@ INLINE void NAME(int4_add)(int format, const char *p, const unit *x, float *sums
     for (int g = 0; g < 16 / AT_ONCE; g += 2) { /* two at a time, which share the digits */
         NAME(fetch)(p + AHEAD + g / 2 * part, part);
         vu errors[2];
-        vi numbers[2][3], rounded[2][2];
-        for (int r = 0; r < 2; r++) {
-            errors[r] = (vu)JOIN(table, rows.errors + (g + r) * AT_ONCE);
-            for (int d = 0; d < 3; d++) numbers[r][d] = (vi){0} + start[d];
-            for (int d = 0; d < 2; d++) rounded[r][d] = (vi){0} + start[d + 1];
-        }
+        vi numbers[2][3] = {0}, rounded[2][2] = {0}; /* of 4 * 2 times at most 16, which MOST_ADDED allows */
+        for (int r = 0; r < 2; r++) errors[r] = (vu)JOIN(table, rows.errors + (g + r) * AT_ONCE);
         for (int j = 0; j < kind.group / UNIT; j++)
             for (int half = 0; half < 2; half++) {
                 vu digits[3];
@@ -173,11 +179,19 @@ INLINE void NAME(int4_add)(int format, const char *p, const unit *x, float *sums
                     const vu both = *(const vu *)(p + j * 256 + (g + r) * 4 * V);
                     const vu codes = (half ? both >> 4 : both) & 0x0f0f0f0fu;
                     const vu added = SHUFFLE_EACH(errors[r], codes);
-                    for (int d = 0; d < 3; d++) numbers[r][d] = DOT_BYTES(numbers[r][d], codes, digits[d]);
-                    for (int d = 0; d < 2; d++) rounded[r][d] = DOT_BYTES(rounded[r][d], added, digits[d + 1]);
+                    for (int d = 0; d < 3; d++) {
+                        numbers[r][d] = ADD_BYTES(numbers[r][d], codes, digits[d]);
+                        KEEP(numbers[r][d]);
+                    }
+                    for (int d = 0; d < 2; d++) {
+                        rounded[r][d] = ADD_BYTES(rounded[r][d], added, digits[d + 1]);
+                        KEEP(rounded[r][d]);
+                    }
                 }
             }
         for (int r = 0; r < 2; r++) {
+            for (int d = 0; d < 3; d++) numbers[r][d] = ADDED_BYTES(numbers[r][d]) + start[d];
+            for (int d = 0; d < 2; d++) rounded[r][d] = ADDED_BYTES(rounded[r][d]) + start[d + 1];
             vu spread;
             for (int i = 0; i < V; i++) spread[i] = (uint32_t)(i / 4);
             spread += (uint32_t)((g + r) * AT_ONCE);
@@ -185,15 +199,15 @@ INLINE void NAME(int4_add)(int format, const char *p, const unit *x, float *sums
             const vf low = __builtin_convertvector((numbers[r][1] << 8) + numbers[r][0], vf);
             const vf high = __builtin_convertvector(numbers[r][2], vf);
             const vf errors_sum = __builtin_convertvector((rounded[r][1] << 8) + rounded[r][0], vf);
-            found[g + r] = (high * 65536.f + low) * LOOKUP_IN(rows.scales[w], spread);
-            found[g + r] += errors_sum * LOOKUP_IN(rows.lasts[w], spread);
+            found[g + r] = (high * 65536.f + low) * NAME(lanes)(rows.scales[w], spread);
+            found[g + r] += errors_sum * NAME(lanes)(rows.lasts[w], spread);
         }
     }
     vu order; /* from that of FOLD */
     for (int i = 0; i < V; i++) order[i] = (uint32_t)(i % AT_ONCE * 4 + i / AT_ONCE);
     for (int w = 0; w < W; w++) {
         const vf *four = found + w * 4;
-        vf folded = LOOKUP_IN(FOLD(FOLD(four[0], four[2]), FOLD(four[1], four[3])), order);
+        vf folded = NAME(lanes)(FOLD(FOLD(four[0], four[2]), FOLD(four[1], four[3])), order);
         if (kind.has_zeros) folded -= rows.minima[w] * sum;
         ((vf *)sums)[w] += folded;
     }

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 VARIABLE = "EXPERTLY_KERNELS"
 """The environment's choice: "auto", "torch", or an instruction set of the compiled products."""
 
-ACCEPTED = ("auto", "torch", "avx512_bf16", "avx512", "avx2", "generic")
+ACCEPTED = ("auto", "torch", "avx512_bf16", "avx512", "avx2", "neon", "generic")
 
 TASK_TOKENS, MANY_TOKENS = 16, 48
 """As in products.h: most tokens of one product, which reads a chunk of weights again from the cache for every few; and
@@ -43,7 +43,7 @@ those of a prompt for which a tile of quantised weights is decoded once.
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 33
+VERSION = 34
 """Of the interface that is called here; products.c says the same number."""
 
 PLAIN = (nn.Parameter, torch.Tensor)

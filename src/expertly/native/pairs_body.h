@@ -10,7 +10,7 @@ INLINE __m512bh NAME(load_pairs)(const char *p, int64_t num) {
 }
 
 /* The sums of the 16 numbers of each of four vectors, in an order that does not depend on the other three. */
-INLINE __m128 NAME(four_totals)(__m512 a, __m512 b, __m512 c, __m512 d) {
+INLINE __m128 NAME(totals_of_pairs)(__m512 a, __m512 b, __m512 c, __m512 d) {
     const __m512d ab = _mm512_castps_pd((__m512)FOLD(a, b)), cd = _mm512_castps_pd((__m512)FOLD(c, d));
     const __m512 lanes =
         _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
@@ -45,7 +45,7 @@ INLINE void NAME(dot_fours)(int N, const char *p, int64_t a, int64_t b, int64_t 
                     sums[k][t] = _mm512_dpbf16_ps(sums[k][t], row, NAME(load_pairs)(x + t * x_nbytes + full, BLOCK));
             }
         for (int t = 0; t < N; t++)
-            _mm_storeu_ps(totals + t * TOTALS, NAME(four_totals)(sums[0][t], sums[1][t], sums[2][t], sums[3][t]));
+            _mm_storeu_ps(totals + t * TOTALS, NAME(totals_of_pairs)(sums[0][t], sums[1][t], sums[2][t], sums[3][t]));
     }
 }
 

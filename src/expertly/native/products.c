@@ -52,6 +52,45 @@ INLINE void put_half(float value, char *p) {
 #endif
 #include "products_body.h"
 
+/* The same with products of bytes, where they are known to be there or the system says so. */
+#if defined(__aarch64__) && (defined(__ARM_FEATURE_DOTPROD) || (defined(__linux__) && !defined(__clang__)))
+#define HAS_DOTS 1
+#ifdef __ARM_FEATURE_DOTPROD
+#define ARE_DOTS_HERE 1
+#else
+#include <sys/auxv.h>
+#define ARE_DOTS_HERE (getauxval(AT_HWCAP) & HWCAP_ASIMDDP)
+#endif
+#ifndef __clang__
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#endif
+#define V 4
+#define NAME(f) NAME_(f, neon)
+#define SHUFFLE(t, codes) ((vu)vqtbl1q_u8(vld1q_u8((const uint8_t *)(t)), (uint8x16_t)(codes)))
+#define BYTES(p) __builtin_convertvector(*(const four_bytes *)(p), vu)
+#define MOST_ADDED(code) 8
+#define BYTES_HAVE_SIGNS
+#define ADD_BYTES(sums, codes, inputs) ((vi)vdotq_s32((int32x4_t)(sums), (int8x16_t)(codes), (int8x16_t)(inputs)))
+#define ADDED_BYTES(sums) (sums)
+#define DOT_SIGNED(numbers, inputs) ((vi)vdotq_s32(vdupq_n_s32(0), (int8x16_t)(numbers), inputs))
+#define NUMBERS_AT(p, step) vld1q_s8(p)
+#define SPREAD_SCALES(p) ((vf){0} + (p)[0])
+#define REPEAT(p) vld1q_u8((const uint8_t *)(p))
+#define SHUFFLE_EACH(t, codes) ((vu)vqtbl1q_u8((uint8x16_t)(t), (uint8x16_t)(codes)))
+#define JOIN(p, at) vld1q_u8((const uint8_t *)(p) + (at)[0])
+#define FOLD(a, b) (LOW_PAIRS(a, b) + HIGH_PAIRS(a, b))
+#define LABEL "neon"
+#define HAS_HALF 1
+#define LOAD_HALF(p, v) ((v) = (vf)vcvt_f32_f16((float16x4_t)vld1_u16((const uint16_t *)(p))))
+#define HALF_VALUE(p) half_value(p)
+#define PUT_HALF(value, p) put_half(value, p)
+#include "products_body.h"
+#ifndef __clang__
+#pragma GCC pop_options
+#endif
+#endif
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -79,9 +118,20 @@ INLINE void put_half(float value, char *p) {
 #define BYTES(p) ((vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
 #define LOOKUP_IN(a, codes) ((vf)_mm256_permutevar8x32_ps((__m256)(a), (__m256i)(codes)))
 #define HAS_ZERO(bytes) _mm256_movemask_epi8(_mm256_cmpeq_epi8((__m256i)(bytes), _mm256_setzero_si256()))
-#define MOST_CODE 127 /* the sum of two products has 16 bits */
-#define DOT_BYTES(sums, codes, inputs)                                                                              \
-    ((sums) + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)(codes), (__m256i)(inputs)), _mm256_set1_epi16(1)))
+#define MOST_ADDED(code) (128 / (code) < 8 ? 128 / (code) < 4 ? 128 / (code) < 2 ? 1 : 2 : 4 : 8) /* of 16 bits */
+#define ADD_BYTES(sums, codes, inputs) \
+    ((vi)_mm256_add_epi16((__m256i)(sums), _mm256_maddubs_epi16((__m256i)(codes), (__m256i)(inputs))))
+#define ADDED_BYTES(sums) ((vi)_mm256_madd_epi16((__m256i)(sums), _mm256_set1_epi16(1)))
+#define ADD_WORDS(sums, codes, even, odd)                                                                              \
+    ((sums) + (vi)_mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16((__m256i)(codes), 8), 8), (__m256i)(even)) +   \
+     (vi)_mm256_madd_epi16(_mm256_srai_epi16((__m256i)(codes), 8), (__m256i)(odd)))
+#define DOT_SIGNED(numbers, inputs)                                                                                       \
+    ((vi)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(inputs), _mm256_sign_epi8((__m256i)(numbers), inputs)), \
+                           _mm256_set1_epi16(1)))
+#define NUMBERS_AT(p, step) _mm256_loadu_si256((const __m256i_u *)(p))
+#define SPREAD_SCALES(p)                                                                                            \
+    ((vf)_mm256_permutevar8x32_ps(_mm256_castpd_ps(_mm256_broadcast_sd((const double *)(p))),                      \
+                                  _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)))
 #define REPEAT(p) _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(p)))
 #define SHUFFLE_EACH(t, codes) ((vu)_mm256_shuffle_epi8((__m256i)(t), (__m256i)(codes)))
 #define JOIN(p, at) \
@@ -110,8 +160,19 @@ INLINE void put_half(float value, char *p) {
 #define NAME(f) NAME_(f, avx512)
 #define SHUFFLE(t, codes) \
     ((vu)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(t))), (__m512i)(codes)))
-#define MOST_CODE 255
-#define DOT_BYTES(sums, codes, inputs) ((vi)_mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(codes), (__m512i)(inputs)))
+#define MOST_ADDED(code) 8
+#define ADD_BYTES(sums, codes, inputs) ((vi)_mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(codes), (__m512i)(inputs)))
+#define ADDED_BYTES(sums) (sums)
+#define DOT_SIGNED(numbers, inputs)                                                                 \
+    ((vi)_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_abs_epi8(inputs),                       \
+                             _mm512_mask_sub_epi8((__m512i)(numbers), _mm512_movepi8_mask(inputs), \
+                                                  _mm512_setzero_si512(), (__m512i)(numbers))))
+#define NUMBERS_AT(p, step)                                                                                    \
+    _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i_u *)(p))),                     \
+                       _mm256_loadu_si256((const __m256i_u *)((const char *)(p) + (step))), 1)
+#define SPREAD_SCALES(p)                                                                                            \
+    ((vf)_mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),                  \
+                               _mm512_castps128_ps512(_mm_loadu_ps(p))))
 #define LOAD_LANE(p) _mm_loadu_si128((const __m128i *)(p))
 #define REPEAT(p) _mm512_broadcast_i32x4(LOAD_LANE(p))
 #define SHUFFLE_EACH(t, codes) ((vu)_mm512_shuffle_epi8((__m512i)(t), (__m512i)(codes)))
@@ -149,6 +210,9 @@ typedef int32_t two_halves __attribute__((aligned(2), may_alias));
 /* From the slowest to the fastest; NULL where number `level` does not run here. */
 static const instruction_set *set_at(int level) {
     if (level == 0) return &set_generic;
+#ifdef HAS_DOTS
+    if (level == 1 && ARE_DOTS_HERE) return &set_neon;
+#endif
 #if defined(__x86_64__)
     __builtin_cpu_init();
     int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -164,7 +228,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 33; }
+int expertly_products_version(void) { return 34; }
 
 /* Tables to decode with, as GRIDS has them, before anything is decoded. */
 int expertly_products_grids(const char *bytes, int64_t nbytes) {

@@ -22,9 +22,20 @@
 #define KEEP(v) __asm__("" : "+m"(v))
 #endif
 
+/* Places 0 to 3 of `a` and 4 to 7 of `b`, in this order. */
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t four_places __attribute__((vector_size(16)));
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (four_places){__VA_ARGS__})
+#endif
+#define LOW_PAIRS(a, b) PICK(a, b, 0, 4, 1, 5)
+#define HIGH_PAIRS(a, b) PICK(a, b, 2, 6, 3, 7)
+
 enum { BFLOAT16, FLOAT16, FLOAT32 };
 enum { PAIRS = 3 }; /* a dtype within the library: bfloat16 that AVX512-BF16 multiplies in pairs (pairs_body.h) */
 enum { MAX_TOKENS = 4 };   /* multiplied at a time: so many sums fit in the registers */
+enum { ROWS_STEP_NBYTES = 32 << 10 }; /* of neurons whose down rows follow at once */
 enum { TASK_TOKENS = 16 }; /* most tokens of a task; weights are read again, from the cache, for each MAX_TOKENS */
 enum { NO_DOWN = -1 };   /* instead of down's format: one matrix alone, whose blocks are 16 outputs by all inputs */
 enum { ROWS = -1 };      /* instead of a format: plain rows of numbers, no tiles */
@@ -157,8 +168,7 @@ typedef struct {
     X(Q2_K, q2_k, 256, 16 * 84) \
     X(Q3_K, q3_k, 256, 16 * 110) \
     X(IQ4_NL, iq4_nl, 32, 16 * 18) \
-    X(IQ4_XS, iq4_xs, 256, 16 * 136) \
-    X(UNPACKED, unpacked, 32, 16 * (32 + 2 * 4)) /* of one of BLOCK_FORMATS */
+    X(IQ4_XS, iq4_xs, 256, 16 * 136)
 #define BLOCK_FORMATS(X) \
     X(IQ2_XXS, iq2_xxs, 256, 16 * 66) \
     X(IQ2_XS, iq2_xs, 256, 16 * 74) \
@@ -201,8 +211,8 @@ enum { MAX_GROUP = 256 }; /* the largest tile_group */
 /* Whether it is one of WEIGHT_FORMATS, whose inputs are float32 in their own order. */
 INLINE int has_weights(int format) { return format >= FP8 && format < INT4_G32; }
 
-/* Whether units of its tiles are unpacked before they are multiplied; or such a unit. */
-INLINE int has_blocks(int format) { return format >= UNPACKED && format < FP8; }
+/* Whether its blocks are unpacked before they are multiplied. */
+INLINE int has_blocks(int format) { return format >= IQ2_XXS && format < FP8; }
 
 #define X(F, f, group, nbytes) \
     case F: return group;
@@ -232,7 +242,7 @@ enum { AHEAD = 12 << 10 }; /* bytes between a tile that is multiplied and what i
 
 /* 32 inputs of a token, in the order in which a format's weights are decoded (place_in_unit in codes.h), in one of three
  * forms: float32, bfloat16, or fixed point in three 8-bit digits, fixed.scale * (digits[0] + 256 digits[1] + 65536
- * digits[2]). Codes are multiplied as stored, so each digit's sum starts at `start`, which takes the codes' offset off:
+ * digits[2]), or in two digits of 12 bits, wide.scale * (digits[0] + 4096 digits[1]). Codes are multiplied as stored, so each digit's sum starts at `start`, which takes the codes' offset off:
  * one start for the unit, or one for each half where a half has its own scale. `sums` are those of the inputs, likewise.
  */
 typedef struct {
@@ -244,6 +254,10 @@ typedef struct {
             int32_t start[2][3];
             float scale;
         } fixed;
+        struct {
+            int16_t digits[2][UNIT];
+            float scale;
+        } wide;
     };
     float sums[2];
 } unit;

@@ -15,6 +15,8 @@ typedef float NAME(vf) __attribute__((vector_size(4 * V), aligned(4), may_alias)
 typedef uint32_t NAME(vu) __attribute__((vector_size(4 * V), aligned(1), may_alias));
 typedef int32_t NAME(vi) __attribute__((vector_size(4 * V)));
 typedef uint16_t NAME(vh) __attribute__((vector_size(2 * V), aligned(1), may_alias));
+typedef int8_t NAME(vs) __attribute__((vector_size(V), aligned(1), may_alias));
+typedef float NAME(four) __attribute__((vector_size(16), aligned(4), may_alias));
 #define vf NAME(vf)
 #define vu NAME(vu)
 #define vi NAME(vi)
@@ -95,6 +97,20 @@ INLINE float NAME(total)(vf v) {
     for (int w = V / 2; w; w /= 2)
         for (int i = 0; i < w; i++) s[i] += s[i + w];
     return s[0];
+}
+
+/* The totals of four vectors, as `total` has them. */
+INLINE NAME(four) NAME(four_totals)(vf a, vf b, vf c, vf d) {
+    union {
+        vf whole[4];
+        NAME(four) parts[4][V / 4];
+    } of = {{a, b, c, d}};
+    for (int k = 0; k < 4; k++)
+        for (int w = V / 8; w; w /= 2)
+            for (int i = 0; i < w; i++) of.parts[k][i] += of.parts[k][i + w];
+    const NAME(four) first = LOW_PAIRS(of.parts[0][0], of.parts[1][0]) + HIGH_PAIRS(of.parts[0][0], of.parts[1][0]);
+    const NAME(four) last = LOW_PAIRS(of.parts[2][0], of.parts[3][0]) + HIGH_PAIRS(of.parts[2][0], of.parts[3][0]);
+    return PICK(first, last, 0, 1, 4, 5) + PICK(first, last, 2, 3, 6, 7);
 }
 
 INLINE vf NAME(choose)(vi where, vf yes, vf no) {
@@ -283,7 +299,7 @@ INLINE void NAME(dot_block)(int dtype, int N, const char *p, const float *const 
     }
 }
 
-/* result[k, t] of R rows. */
+/* result[t, k] of R rows, of which there is room for four. */
 INLINE void NAME(dot_rows)(int dtype, int R, int N, const char *const *rows, int64_t ahead, const float *const *x,
                            int64_t width, float *result) {
     const int64_t itemsize = NAME(itemsize)(dtype), full = width / BLOCK * BLOCK;
@@ -302,8 +318,12 @@ INLINE void NAME(dot_rows)(int dtype, int R, int N, const char *const *rows, int
             memcpy(tail, rows[k] + full * itemsize, (size_t)((width - full) * itemsize));
             NAME(dot_block)(dtype, N, tail, x, full, a[k], b[k]);
         }
-    for (int k = 0; k < R; k++)
-        for (int t = 0; t < N; t++) result[k * N + t] = NAME(total)(a[k][t] + b[k][t]);
+    for (int t = 0; t < N; t++) {
+        vf all[4] = {{0}};
+        for (int k = 0; k < R; k++) all[k] = a[k][t] + b[k][t];
+        if (R == 1) result[t * 4] = NAME(total)(all[0]);
+        else *(NAME(four) *)(result + t * 4) = NAME(four_totals)(all[0], all[1], all[2], all[3]);
+    }
 }
 
 /* Rows `first` to `end` of a task, counted over its matrices in the order in which they lie. */
@@ -322,7 +342,7 @@ INLINE void NAME(dot_range)(int dtype, int R, int N, const dots *d, const task *
             const float bias = d->bias == NULL ? 0 : NAME(value)(dtype, d->bias + (i + k) * itemsize);
             for (int t = 0; t < N; t++) {
                 int64_t place = (((i + k) & mask) * d->out_rows + one->out_row + t) * d->num_neurons + ((i + k) >> mask);
-                NAME(put)(dtype, result[k * N + t] + bias, d->out + place * itemsize);
+                NAME(put)(dtype, result[t * 4 + k] + bias, d->out + place * itemsize);
             }
         }
     }
@@ -500,7 +520,11 @@ static void NAME(sums_chunk)(const dots *inner, const sums *s, int64_t c, int64_
 /* Down rows follow the gate and up rows beside which they lie: a chunk's, or a block's. */
 static void NAME(run_experts)(void *argument) {
     expert_rows *e = argument;
-    const int64_t step = e->inner.format == ROWS ? e->inner.chunk : e->inner.block_size;
+    int64_t step = e->inner.block_size;
+    if (e->inner.format == ROWS) { /* so few that memory is read as it lies: rows of a few hundred bytes are no stream */
+        const int64_t most = ROWS_STEP_NBYTES / e->inner.row_nbytes / 8 * 8;
+        step = most < 8 ? 8 : most;
+    }
     FOR_CHUNKS(c, &e->inner.chunks) NAME(sums_chunk)(&e->inner, &e->down, c, step);
 }
 
@@ -538,8 +562,14 @@ static const instruction_set NAME(pairs_set) = SET(PAIRS_LABEL, 1);
 #undef LOOKUP_IN
 #undef HAS_ZERO
 #undef SHUFFLE
-#undef DOT_BYTES
-#undef MOST_CODE
+#undef ADD_BYTES
+#undef ADDED_BYTES
+#undef MOST_ADDED
+#undef ADD_WORDS
+#undef BYTES_HAVE_SIGNS
+#undef DOT_SIGNED
+#undef NUMBERS_AT
+#undef SPREAD_SCALES
 #undef REPEAT
 #undef SHUFFLE_EACH
 #undef JOIN

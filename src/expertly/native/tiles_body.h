@@ -5,8 +5,15 @@
  *   LOOKUP_IN(a, codes) table lookup: each lane becomes the float of `a` that its lowest three or four bits number
  *   HAS_ZERO(bytes)     whether one of the 4 V bytes is 0
  * and where the processor multiplies bytes
- *   MOST_CODE           the largest byte of `codes` that DOT_BYTES may get
- *   DOT_BYTES(sums, codes, inputs)  adds to each of V sums the products of four bytes; `inputs` are signed, `codes` not
+ *   ADD_BYTES(sums, codes, inputs)  adds products of bytes; `inputs` are signed, `codes` not
+ *   ADDED_BYTES(sums)   of such sums that began with 0 those of each four bytes
+ *   MOST_ADDED(code)    how often codes up to this one may be added before, 1, 2, 4 or 8
+ *   BYTES_HAVE_SIGNS    where `codes` have a sign there, too
+ *   DOT_SIGNED(numbers, inputs)  sums of each four products of bytes with a sign; numbers are -127 to 127
+ *   NUMBERS_AT(p, step) 4 V bytes at p, where V is 16 half of them `step` bytes further on
+ *   SPREAD_SCALES(p)    each of the floats at p four times
+ *   ADD_WORDS(sums, codes, even, odd)  where codes above 127 are not for ADD_BYTES: adds to each of V sums the products of
+ *                       four bytes with a sign; of those at even places the inputs are the words of `even`
  *   REPEAT(p)           the 16 bytes at p, repeated to fill a vector
  *   SHUFFLE_EACH(t, codes)  as SHUFFLE, with a table of its own for each 16 bytes: those of t at the same place
  *   JOIN(p, at)         a vector of 16 bytes from p + at[0], then 16 from p + at[1], and so on
@@ -75,36 +82,79 @@ INLINE vf NAME(rounded)(int dtype, vf values) {
 
 /* -- blocks ------------------------------------------------------------------------------------------------------------ */
 
-/* Unit j of the tile at p, as a tile of UNPACKED. */
-typedef void NAME(unpacker)(const char *p, int j, char *to);
-
-#define EACH(F, f, group, nbytes)                                                         \
-    static __attribute__((noinline)) void NAME(f##_unpack)(const char *p, int j, char *to) { \
-        for (int i = 0; i < 16; i++) {                                                    \
-            int8_t numbers[UNIT];                                                         \
-            float scales[2];                                                              \
-            f##_unit((const uint8_t *)p + i * (nbytes / 16), j, numbers, scales);         \
-            NAME(put_unit)(numbers, scales, to + i * 4);                                  \
-        }                                                                                 \
+/* An output's block: numbers[group], and scales[group / 16]. */
+typedef void NAME(unpacker)(const uint8_t *restrict block, int8_t *restrict numbers, float *restrict scales);
+#define EACH(F, f, group, nbytes)                                                                                         \
+    static __attribute__((noinline)) void NAME(f##_unpack)(const uint8_t *restrict block, int8_t *restrict numbers,       \
+                                                           float *restrict scales) {                                      \
+        for (int j = 0; j < group / UNIT; j++) f##_unit(block, j, numbers + j * UNIT, scales + 2 * j);                    \
     }
-INLINE void NAME(put_unit)(const int8_t *numbers, const float *scales, char *to) {
-    for (int k = 0; k < 8; k++) {
-        uint32_t word;
-        memcpy(&word, numbers + 4 * k, 4);
-        word = (word ^ 0x80808080u) - 0x40404040u; /* each number more by 64, as codes are */
-        memcpy(to + k * 64, &word, 4);
-    }
-    for (int half = 0; half < 2; half++) memcpy(to + 512 + half * 64, scales + half, 4);
-}
 BLOCK_FORMATS(EACH)
 #undef EACH
+#define EACH(F, f, group, nbytes) [F] = NAME(f##_unpack),
+static NAME(unpacker) *const NAME(unpackers)[NUM_FORMATS] = {BLOCK_FORMATS(EACH)};
+#undef EACH
 
-static void NAME(blocks_decode)(NAME(unpacker) *unpack, int num_units, const char *p, float (*out)[16]) {
-    char unpacked[16 * (UNIT + 2 * 4)] __attribute__((aligned(64)));
-    for (int j = 0; j < num_units; j++, out += UNIT) {
-        unpack(p, j, unpacked);
-        NAME(codes_decode)(UNPACKED, unpacked, out);
+/* The numbers of an output's block times those of N tokens, and their scales: a vector of sums for each. */
+INLINE void NAME(add_numbers)(int N, int num_units, const int8_t *numbers, const float *scales, const unit *x,
+                              int64_t x_stride, vf *sums) {
+    for (int t = 0; t < N; t++) {
+        const unit *one = x + t * x_stride;
+        vf low = {0}, high = {0};
+#ifdef ADD_BYTES
+        for (int j = 0, num = V == 16 ? 2 : 1; j < num_units; j += num)
+            for (int half = 0; half < (V == 4 ? 2 : 1); half++) {
+                const vu of = *(const vu *)(numbers + j * UNIT + half * 16);
+                vi products[3];
+                for (int d = 0; d < 3; d++) products[d] = DOT_SIGNED(of, NUMBERS_AT(one[j].fixed.digits[d] + half * 16, sizeof(unit)));
+                const vf scale = SPREAD_SCALES(scales + 2 * j + half);
+                low += __builtin_convertvector(products[0] + (products[1] << 8), vf) * scale;
+                high += __builtin_convertvector(products[2], vf) * scale;
+            }
+        sums[t] = (high * 65536.f + low) * one->fixed.scale;
+#else
+        for (int i = 0; i < num_units * UNIT; i += V)
+            low += __builtin_convertvector(*(const NAME(vs) *)(numbers + i), vf) * *(const vf *)(one[i / UNIT].x + i % UNIT) *
+                   scales[i / 16];
+        sums[t] = low + high;
+#endif
     }
+}
+
+/* Adds a tile times a group of inputs of N tokens to 16 sums of each. */
+INLINE void NAME(blocks_add)(int format, int N, const char *p, const unit *x, int64_t x_stride, float *sums, int64_t stride) {
+    const int64_t nbytes = tile_nbytes(format) / 16;
+    for (int i = 0; i < 16; i += 4) {
+        vf four[4][MAX_TOKENS];
+        NAME(fetch)(p + AHEAD, 4 * nbytes);
+        for (int k = 0; k < 4; k++, p += nbytes) {
+            int8_t numbers[MAX_GROUP] __attribute__((aligned(64)));
+            float scales[MAX_GROUP / 16];
+            NAME(unpackers)[format]((const uint8_t *)p, numbers, scales);
+            NAME(add_numbers)(N, tile_group(format) / UNIT, numbers, scales, x, x_stride, four[k]);
+        }
+        for (int t = 0; t < N; t++)
+            *(NAME(four) *)(sums + t * stride + i) += NAME(four_totals)(four[0][t], four[1][t], four[2][t], four[3][t]);
+    }
+}
+
+static void NAME(blocks_decode)(int format, const char *p, float (*out)[16]) {
+    const int group = tile_group(format);
+    int8_t numbers[16][MAX_GROUP];
+    float scales[16][MAX_GROUP / 16];
+    for (int i = 0; i < 16; i++) NAME(unpackers)[format]((const uint8_t *)p + i * (tile_nbytes(format) / 16), numbers[i], scales[i]);
+    for (int w = 0; w < W; w++)
+        for (int k = 0; k < group; k += 4) {
+            vu words;
+            vf scale;
+            for (int i = 0; i < V; i++) {
+                uint32_t word;
+                memcpy(&word, numbers[w * V + i] + k, 4);
+                words[i] = word;
+                scale[i] = scales[w * V + i][k / 16];
+            }
+            for (int b = 0; b < 4; b++) *(vf *)(out[k + b] + w * V) = NAME(code_values)(0, words, b) * 0x1p-24f * scale;
+        }
 }
 
 /* -- any format ------------------------------------------------------------------------------------------------------ */
@@ -150,19 +200,7 @@ INT4_FORMATS(EACH)
 CODE_FORMATS(EACH)
 #undef EACH
 
-static void NAME(blocks_add)(NAME(unpacker) *unpack, NAME(tiles_add) *add, int num_units, int64_t nbytes, const char *p,
-                             const unit *x, int64_t x_stride, float *sums, int64_t stride) {
-    char unpacked[16 * (UNIT + 2 * 4)] __attribute__((aligned(64)));
-    for (int j = 0; j < num_units; j++) {
-        NAME(fetch)(p + AHEAD + j * nbytes / num_units, nbytes / num_units);
-        unpack(p, j, unpacked);
-        add(FLOAT32, 1, unpacked, x + j, x_stride, 0, sums, stride, 0);
-    }
-}
-#define BLOCKS(F, f, N)                                                                                           \
-    ADD(F, f, N,                                                                                                  \
-        NAME(blocks_add)(NAME(f##_unpack), NAME(unpacked_##N), tile_group(F) / UNIT, tile_nbytes(F), p, x, x_stride, sums, \
-                         stride))
+#define BLOCKS(F, f, N) ADD(F, f, N, NAME(blocks_add)(F, N, p, x, x_stride, sums, stride))
 #define EACH(F, f, group, nbytes) FOR_TOKENS(BLOCKS, F, f)
 BLOCK_FORMATS(EACH)
 #undef EACH
@@ -263,7 +301,7 @@ static __attribute__((noinline)) void NAME(tile_decode)(int format, const char *
         CODE_FORMATS(CASE)
 #undef CASE
 #define CASE(F, f, group, nbytes) \
-    case F: NAME(blocks_decode)(NAME(f##_unpack), group / UNIT, p, out); break;
+    case F: NAME(blocks_decode)(F, p, out); break;
         BLOCK_FORMATS(CASE)
 #undef CASE
     }

@@ -69,19 +69,22 @@ class Emulated:
         return connection
 
 
-def products(emulated: Emulated) -> kernels.Library:
-    """The products of the emulated processor, which have one instruction set."""
+def products(emulated: Emulated) -> list[kernels.Library]:
+    """The products of the emulated processor, by instruction set, the fastest first."""
     assert emulated.function("expertly_products_version", ctypes.c_int, ())() == kernels.VERSION
     tables = ctypes.create_string_buffer(grids(), len(grids()))
     take = emulated.function("expertly_products_grids", ctypes.c_int, (ctypes.c_void_p, ctypes.c_int64))
     assert not take(ctypes.addressof(tables), len(tables))
     call = emulated.functions(kernels.FUNCTIONS)
-    dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if call.products_has_half(0) else {}), torch.float32: 2}
-    return kernels.Library("generic", 0, dtypes, call)
+    is_there = emulated.function("expertly_products_name", ctypes.c_int64, (ctypes.c_int,))
+    names = {1: "neon", 0: "generic"}
+    dtypes = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+    assert all(is_there(level) and call.products_has_half(level) for level in names)
+    return [kernels.Library(name, level, dtypes, call) for level, name in names.items()]
 
 
 _emulated = Emulated()
-_libraries, _readers = (products(_emulated),), _emulated.functions(transfer._FUNCTIONS)
+_libraries, _readers = products(_emulated), _emulated.functions(transfer._FUNCTIONS)
 kernels.libraries = lambda: _libraries
 transfer.library = lambda: _readers
 
