@@ -89,13 +89,19 @@ kernels.libraries = lambda: _libraries
 transfer.library = lambda: _readers
 
 
-_LEFT_OUT = ("fork", "bypass", "[a task-", "[many-", "(1, 90, 3)")
+_LEFT_OUT = ("fork", "bypass", "[a task-", "[many-", "(2, 3, 3)", "(4, 5, 2)", "(1, 90, 3)", "by_itself")
+_TOKENS = {1, 2, 3, 16}
+
+
+def _is_short(item: pytest.Item) -> bool:
+    values = getattr(getattr(item, "callspec", None), "params", {})
+    return values.get("num_tokens", 1) in _TOKENS and not any(word in item.name for word in _LEFT_OUT)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out tests that replace functions of this process, or count or fork its threads, and what takes the emulator
-    minutes: of the products of a format, large matrices and those of more than eight tokens.
+    minutes: of the products of a format all but small matrices and few tokens.
     """
     of_this_process = {"make", "way", "number"}
     others = [item for item in items if not of_this_process & set(getattr(item, "fixturenames", ()))]
-    items[:] = [item for item in others if not any(word in item.name for word in _LEFT_OUT)]
+    items[:] = [item for item in others if _is_short(item)]
