@@ -58,6 +58,7 @@ def answer() -> None:
     import expertly
     from expertly.engine.process import keep_off_trapped_instructions
     from expertly.model.hooks import CACHE
+    from expertly.options import LOAD_OPTIONS
 
     keep_off_trapped_instructions()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -68,7 +69,9 @@ def answer() -> None:
             if model is not None:
                 expertly.unload(model)
             options = {name: asked[name] for name in ("system", "memory")}
-            model, _ = expertly.load(asked["source"], learned="off", device="cpu", **options)
+            if "learned" in LOAD_OPTIONS:  # of a commit that kept what was learned for the next run
+                options["learned"] = "off"
+            model, _ = expertly.load(asked["source"], device="cpu", **options)
             print(json.dumps({"from": expertly.__file__}), flush=True)
             continue
         generator = torch.Generator().manual_seed(asked["seed"])

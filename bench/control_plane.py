@@ -46,7 +46,7 @@ def routing(num_tokens: int) -> list[list[list[int]]]:
 
 def absent(control: Scheduler, layer: int, wanted: list[int]) -> list[int]:
     """K experts of a layer that are not resident, `wanted` first."""
-    first = control.geometry.first_expert_id(layer)
+    first = control.geometry.first_ids[layer]
     order = [*wanted, *(e for e in range(EXPERTS) if e not in wanted)]
     return [e for e in order if not control.cache.num_resident(first + e)][:TOP_K]
 

@@ -104,7 +104,7 @@ def kernels(form: str, hidden: int, width: int, top_k: int, device: str) -> dict
 
 def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str) -> dict[str, Any]:
     """Behind a long prompt of other tokens. All experts are in the host's memory before: none is read from disk."""
-    settings: dict[str, Any] = {"memory": memory, "device": device, "learned": "off"}
+    settings: dict[str, Any] = {"memory": memory, "device": device}
     settings |= {} if device == "cpu" else {"host_memory": "100%"}
     if system == "resident without graphs":
         system, cuda.KIND.recorder = "resident", lambda device: None  # type: ignore[method-assign]
@@ -146,7 +146,7 @@ def work(job: Job, device: str, gib: float, num_tokens: int) -> dict[str, Any]:
     else:
         folder = inflated_model(gib)
     if system == "prepare":
-        expertly.unload(expertly.load(str(folder), device=device, system="lru", memory="25%", learned="off")[0])
+        expertly.unload(expertly.load(str(folder), device=device, system="lru", memory="25%")[0])
         return {"seconds": time.perf_counter() - begin}
     return measure(folder, system, memory, num_tokens, device)
 

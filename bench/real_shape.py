@@ -185,7 +185,6 @@ def play(arguments: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(arguments["threads"])
     model, _ = expertly.load(
         arguments["store"], memory=arguments["memory"], system=arguments["system"], device="cpu", verify="never",
-        learned="off",
     )  # fmt: skip
     router, steps, first_token_s, before = Router(model), [], [], {}
     requests, _ = recorded(

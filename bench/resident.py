@@ -72,7 +72,7 @@ def main() -> None:
         os.environ[VARIABLE] = kernels
         for system, memory in systems:
             for programs in args.programs.split(","):
-                model, tokenizer = expertly.load(str(folder), system=system, memory=memory, learned="off", device="cpu")
+                model, tokenizer = expertly.load(str(folder), system=system, memory=memory, device="cpu")
                 how = expertly.stats(model).as_dict()["kernels"]["name"]
                 if programs == "off":
                     how += ", no programs"

@@ -40,18 +40,18 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
     store, memory, warm = arguments["store"], arguments["memory"], arguments["warm"]
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
-        model, _ = expertly.load(store, system="resident", learned="off")
+        model, _ = expertly.load(store, system="resident")
         record_requests(model, arguments["requests"], Path(scratch) / "trace")
         expertly.unload(model)
         trace = Trace.open(Path(scratch) / "trace")
         schedule = make_schedule(trace, Selection(len(arguments["requests"])))
-        beside, _ = expertly.load(store, memory=memory, system="lru", learned="off")
+        beside, _ = expertly.load(store, memory=memory, system="lru")
         weights = str(predictor_of(beside, Path(scratch)))
         measurement, quiet = Measurement(beside), Quiet()
         models: dict[str, Any] = {}
         for name in arguments["systems"]:
             given = {"predictor": weights} if get_system(name).weights is not None else {}
-            models[name], _ = expertly.load(store, memory=memory, system=name, learned="off", **given)
+            models[name], _ = expertly.load(store, memory=memory, system=name, **given)
         ran: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
         for turn, span in enumerate(schedule.test):
             tokens = trace.rows("token", span.first_row, span.first_row + span.num_rows).tolist()

@@ -54,7 +54,7 @@ class Walk:
 
 def run(system: str, memory: str, num_tokens: int, *, told: bool) -> dict[str, Any]:
     torch.manual_seed(0)
-    model, tokenizer = expertly.load(memory=memory, system=system, device="cpu", dtype="float32", learned="off")
+    model, tokenizer = expertly.load(memory=memory, system=system, device="cpu", dtype="float32")
     walk = Walk()
     for layer in model.get_decoder().layers:
         layer.register_forward_pre_hook(walk.layer_begins)

@@ -20,7 +20,7 @@ import pytest
 from expertly.cli import run, serve
 from expertly.cli.commands import GROUPS
 from expertly.engine import process
-from expertly.policies.registry import ALLOCATIONS, EVICTIONS, PREDICTORS, PREFETCHES
+from expertly.policies.registry import ALLOCATIONS, EVICTIONS, PREDICTORS
 from expertly.scheduler.systems import SYSTEMS
 
 PRELOADED = [
@@ -96,7 +96,7 @@ def _run(
     os.chdir(folder)
     if path is not None:
         sys.path.insert(0, str(path))
-        for registry in (GROUPS, EVICTIONS, PREDICTORS, PREFETCHES, ALLOCATIONS, SYSTEMS):
+        for registry in (GROUPS, EVICTIONS, PREDICTORS, ALLOCATIONS, SYSTEMS):
             vars(registry).pop("_entries", None)  # what is installed there was read by whom this is forked from
     for number, file in enumerate(files):
         if file is not None:

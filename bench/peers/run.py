@@ -120,7 +120,7 @@ class Bench:
         self._layers = self._store.manifest.layers
         self._nbytes = self._store.experts_nbytes + self._store.dense_nbytes
         self._disk: list[float] = []
-        loaded, _ = expertly.load(str(model), system="lru", memory="25%", learned="off", device="cpu")
+        loaded, _ = expertly.load(str(model), system="lru", memory="25%", device="cpu")
         record_requests(loaded, requests, scratch / "routing", full=False)
         expertly.unload(loaded)
         self._floor = Floor(scratch / "routing", self._layers)

@@ -19,7 +19,7 @@ class Expertly(TorchPeer):
 
         asked = {name: settings[name] for name in ("system", "memory", "quantize")}
         asked["context"] = settings["context"] if settings["memory"] == "auto" else None
-        self._model, _ = expertly.load(settings["model"], learned="off", device="cpu", **asked)
+        self._model, _ = expertly.load(settings["model"], device="cpu", **asked)
 
     def facts(self) -> dict[str, Any]:
         import expertly

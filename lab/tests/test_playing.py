@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Iterator[Any]:
-    loaded, _ = expertly.load(str(folder), memory="50%", learned="off")
+    loaded, _ = expertly.load(str(folder), memory="50%")
     yield loaded
     expertly.unload(loaded)
 

@@ -64,7 +64,7 @@ def test_networks_of_two_layers_alone_have_no_other_path_and_learn_too(trace: Tr
 def test_what_is_said_of_it_is_what_the_predictor_does(found: TrainingStudy, trace: Trace) -> None:
     """Recounted with the predictor itself, a row at a time, over the decode rows of the requests kept back."""
     layers = tuple(LayerGeometry(layer.num_experts, layer.top_k, 2, 4, 2, 1) for layer in LAYERS)
-    predictor = Learned(Geometry(layers), 2, known=Known(given=(found.trained.weights,)))
+    predictor = Learned(Geometry(layers), 2, known=Known(items=(found.trained.weights,)))
     right, named = np.zeros(4), np.zeros(4)
     for span in make_schedule(trace, Selection(split=SPLIT)).test:
         rows = slice(span.first_row, span.first_row + span.num_rows)

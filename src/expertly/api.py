@@ -21,7 +21,6 @@ from expertly.engine import process, transfer
 from expertly.engine.cluster import Cluster, memory_of_workers, open_workers, start_workers
 from expertly.engine.device import choose_device, kind_of
 from expertly.engine.fitting import with_quantisation
-from expertly.engine.learned import SavedState, find_weights
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
 from expertly.engine.observe import CannotLookAheadError, make_prefetching
 from expertly.engine.peer import Peer
@@ -29,6 +28,7 @@ from expertly.engine.remembered import auto_system
 from expertly.engine.runtime import Engine, Executor
 from expertly.engine.shard import Shard
 from expertly.engine.stats import Stats
+from expertly.engine.weights import find_weights
 from expertly.engine.worker import StoreOfShare
 from expertly.model.dense import use_kernels
 from expertly.model.graphs import use_graphs
@@ -160,7 +160,8 @@ def _choose(
     request = _memory_request(asked, tables, store, cache)
     peers: Sequence[Peer] = ()
     if asked.workers is not None:
-        peers = start_workers(asked.workers, asked.worker_memory, opened)
+        of_each = AUTO if asked.memory is None or asked.total_memory is not None else asked.memory
+        peers = start_workers(asked.workers, of_each, opened)
     process.give_back_heap()  # before free memory is counted
     placement, division, memories = _place(store, geometry, system, request, target, peers)
     return _Chosen(asked, system, why_system, store, tables, weights, placement, division, peers, memories)
@@ -244,9 +245,6 @@ def _open_engine(chosen: _Chosen, target: torch.device, opened: ExitStack) -> En
     opened.callback(executor.close)
     engine = Engine(executor, partial(_damage, store))
     opened.callback(engine.close)
-    learned = scheduler.cache.partitions[0].policy.learned  # which all of them share
-    if learned is not None:  # workers learn apart
-        engine.reuse = SavedState(learned, store, is_kept=options.learned == AUTO and not remotes)
     return engine
 
 
@@ -292,17 +290,15 @@ def _begin_prediction(chosen: _Chosen, loaded: Any, engine: Engine) -> tuple[Sys
     """Connect the system's predictor, if it has one. The system that runs, and the reason where the user did not name
     it: it runs without prediction then if the model's routers cannot look ahead.
     """
-    system, why = chosen.system, chosen.why_system
+    system, reason = chosen.system, chosen.why_system
     try:
-        engine.prefetching = make_prefetching(
-            system, loaded, chosen.store, engine, keeps_learned=chosen.options.learned == AUTO, weights=chosen.weights
-        )
+        engine.prefetching = make_prefetching(system, loaded, engine, chosen.weights)
     except CannotLookAheadError as error:
-        if why is None:
+        if reason is None:
             raise
         without = without_prediction(system)
-        return without, f"{why}; system {system.name} runs as {without.name}: {error}"
-    return system, why
+        return without, f"{reason}; system {system.name} runs as {without.name}: {error}"
+    return system, reason
 
 
 def stats(model: Any) -> Stats:

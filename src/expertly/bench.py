@@ -74,8 +74,8 @@ class BenchRow:
 
 
 class Bench:
-    """Runs systems in turns. Each turn loads the model anew, with empty caches and nothing learned; the order of the
-    systems changes from round to round.
+    """Runs systems in turns. Each turn loads the model anew, with empty caches; the order of the systems
+    changes from round to round.
     """
 
     def __init__(self, settings: BenchSettings, progress: api.Progress, loading: api.Progress) -> None:
@@ -148,7 +148,7 @@ class Bench:
     @contextmanager
     def _loaded(self, system: str, **memory: Any) -> Iterator[tuple[Any, Any]]:
         settings = self.settings
-        options = {**settings.load, **memory, "learned": "off", "system": system}
+        options = {**settings.load, **memory, "system": system}
         model, tokenizer = api.load(settings.model, progress=self._loading, **options)
         try:
             yield model, tokenizer

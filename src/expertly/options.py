@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from expertly.core.errors import ConfigError
 from expertly.formats import ROUNDED_TO, rounding_format
@@ -18,7 +18,7 @@ from expertly.scheduler.systems import AUTO_SYSTEM
 T = TypeVar("T")
 
 AUTO = "auto"
-ACCEPTED = {"verify": ("sampled", "always", "never"), "learned": ("auto", "off")}
+Verify = Literal["sampled", "always", "never"]
 ADVANCED, RESEARCH = "Advanced", "Research"
 """Panels of options that --help leaves to --help-all."""
 MODEL_HELP = "a folder, a GGUF file, a packed store or a hub id (owner/NAME:Q4_K_M too; default: the demo model)"
@@ -112,10 +112,10 @@ def json_flag() -> Any:
     return option(False, "print one JSON object on stdout, messages on stderr")
 
 
-def jobs_option(what: str) -> Any:
+def jobs_option(tasks: str) -> Any:
     """The field `jobs` of a command's options."""
     least = "by default as many as there are processors"
-    return option(None, f"how many {what} run at once, each in its own process; {least}", least=1, panel=ADVANCED)
+    return option(None, f"how many {tasks} run at once, each in its own process; {least}", least=1, panel=ADVANCED)
 
 
 @dataclass(frozen=True)
@@ -152,14 +152,9 @@ class LoadOptions:
     workers: str | int | None = option(
         None,
         "other machines that share the experts with this one and compute them in their memory: the address of a Ray "
-        "cluster (one worker on each of its other machines), or how many to start on this one",
+        "cluster (one worker on each of its other machines), or how many to start on this one. Each has `memory` for "
+        "experts, too; auto, or beside total_memory, nine tenths of what is free there",
         metavar="ADDRESS|N",
-        panel=ADVANCED,
-    )
-    worker_memory: str | int = option(
-        AUTO,
-        "for experts in each worker: a share of all, an amount or, elsewhere, auto (nine tenths of what is free there)",
-        metavar="SIZE",
         panel=ADVANCED,
     )
     dtype: Any = option(
@@ -190,14 +185,6 @@ class LoadOptions:
         panel=ADVANCED,
     )
     host_memory: str | int = option(AUTO, "RAM for experts behind an accelerator", metavar="SIZE", panel=ADVANCED)
-    learned: Literal["auto", "off"] = option(
-        AUTO,
-        "whether a system begins with what it learned while it ran before (expert maps, activation matrices, reuse "
-        "weights), from a file beside the packed store, and saves it at the end (auto), or not (off); reuse weights "
-        "only without `workers`",
-        metavar="WHEN",
-        panel=ADVANCED,
-    )
     predictor: str | Path | None = option(
         AUTO,
         "trained weights for a system with a learned predictor: a file of `expertly lab train`, "
@@ -205,7 +192,7 @@ class LoadOptions:
         metavar="FILE",
         panel=ADVANCED,
     )
-    verify: Literal["sampled", "always", "never"] = option(
+    verify: Verify = option(
         "sampled",
         "which reads are compared with the store's checksums: sampled (config and dense part while loading, each part "
         "of an expert when it is first read, and then one in 64 reads of it), always (every read) or never",
@@ -215,14 +202,11 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        for name, accepted in ACCEPTED.items():
-            if (value := getattr(self, name)) not in accepted:
-                raise ConfigError(f"{name}={value!r}: unknown; accepted: {', '.join(accepted)}")
+        if self.verify not in get_args(Verify):
+            raise ConfigError(f"verify={self.verify!r}: unknown; accepted: {', '.join(get_args(Verify))}")
         if self.quantize is not None:
             rounding_format(self.quantize)
         check_one_memory(self.memory, self.total_memory)
-        if self.workers is None and self.worker_memory != AUTO:
-            raise ConfigError(f"worker_memory={str(self.worker_memory)!r}: only with the option `workers`")
         context = self.context
         if context is not None and not callable(context) and (type(context) is not int or context < 1):
             raise ConfigError(f"context={context!r}: must be a whole number from 1")

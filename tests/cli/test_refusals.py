@@ -25,7 +25,6 @@ REFUSED = {
         ("--memory 50% --system lru:segments=0", "segments=0: must be at least 1"),
         ("--max-new-tokens 0", "'--max-new-tokens': '0': must be a whole number from 1"),
         ("--verify fast", "accepted: sampled, always, never"),
-        ("--system fmoe --learned my.maps", "learned='my.maps': unknown; accepted: auto, off"),
         ("--device cuda:0,cuda:1", "accepted: cpu, cuda, cuda:N; the option workers shares the experts"),
         ("--devices cuda:0,cuda:1", "No such option: --devices"),
         ("--speculate medusa", "'--speculate': 'medusa': must be off or prompt-lookup"),

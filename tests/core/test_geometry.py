@@ -20,12 +20,12 @@ def test_sizes_and_ids_follow_from_the_shape() -> None:
     assert shape.neuron_nbytes == 3 * 16 * 2
     assert shape.nbytes == 4 * shape.expert_nbytes == 4 * 8 * shape.neuron_nbytes
     geometry = Geometry((layer(4), layer(7, width=16), layer(3, top_k=1)), 2)
-    assert geometry.segment_nbytes(0) * 2 == shape.expert_nbytes and geometry.blocks_per_segment(1) == 8
+    assert geometry.unit_nbytes[0] * 2 == shape.expert_nbytes and geometry.blocks_per_segment(1) == 8
     assert geometry.nbytes == sum(each.nbytes for each in geometry.layers)
     ids = [geometry.expert_id(index, e) for index, num in enumerate((4, 7, 3)) for e in range(num)]
     assert ids == list(range(14)) and geometry.num_experts == 14
-    assert [geometry.layer_of_expert(eid) for eid in ids] == [0] * 4 + [1] * 7 + [2] * 3
-    assert [geometry.first_expert_id(index) for index in range(3)] == [0, 4, 11]
+    assert [geometry.layer_of[eid] for eid in ids] == [0] * 4 + [1] * 7 + [2] * 3
+    assert [geometry.first_ids[index] for index in range(3)] == [0, 4, 11]
     assert geometry.size_classes == (0, 1, 0) and geometry.num_size_classes == 2
 
 

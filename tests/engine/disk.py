@@ -91,7 +91,7 @@ class Disk:
 
     def content(self, span: Span) -> bytes:
         """The bytes of a span."""
-        nbytes = self.geometry.segment_nbytes(span.layer)
+        nbytes = self.geometry.unit_nbytes[span.layer]
         return b"".join(
             bytes([self._byte(span.layer, span.expert, span.segment + i)]) * nbytes for i in range(span.num_segments)
         )
@@ -118,7 +118,7 @@ class Disk:
 
     def _read(self, file: int, buffer: memoryview, offset: int) -> int:
         layer = int(Path(f"/proc/self/fd/{file}").readlink().name)
-        nbytes = self.geometry.segment_nbytes(layer)
+        nbytes = self.geometry.unit_nbytes[layer]
         segments = self.geometry.segments_per_expert
         expert = offset // (segments * nbytes)
         with self._changed:

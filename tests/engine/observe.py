@@ -83,7 +83,7 @@ def loaded(store: Any, **kwargs: Any) -> Iterator[Any]:
         segments = None
     if segments is not None:
         kwargs["system"] = f"{kwargs.get('system', 'expertly')}:segments={segments}"
-    model, _ = expertly.load(str(store), **({"memory": "25%", "learned": "off", "device": "cpu"} | kwargs))
+    model, _ = expertly.load(str(store), **({"memory": "25%", "device": "cpu"} | kwargs))
     try:
         assert segments in (None, expertly.stats(model).as_dict()["segments"])
         yield model

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from expertly import api
-from expertly.engine import remote, wire
+from expertly.engine import wire
 from expertly.engine.pair import Address, Pair
 from expertly.engine.peer import Peer
 from expertly.engine.worker import ExpertWorker
@@ -50,20 +50,16 @@ class ThreadWorker:
 class ThreadPeer(Peer):
     """A worker that tests can kill, stall and look into."""
 
+    is_dead = False
+
     def __init__(self, name: str, memory: str | int) -> None:
         self.memory = memory
         self.kinds: list[wire.Kind] = []
-        self.num_starts = 0
         self.before: Callable[[wire.Kind], object] = lambda kind: None
         """Called by the worker before each message; tests kill and stall here."""
-        self.can_start = True
         super().__init__(name, "127.0.0.1", self._launch_thread)
 
     def _launch_thread(self, address: Address) -> ThreadWorker:
-        if not self.can_start:
-            raise ConnectionError("cannot be started")
-        self.num_starts += 1
-        self.is_dead = False
         self.running = ThreadWorker(self, address)
         return self.running
 
@@ -74,7 +70,7 @@ class ThreadPeer(Peer):
 
 def put_in_threads(monkeypatch: pytest.MonkeyPatch, *memories: str) -> list[ThreadPeer]:
     """Make `workers=N` start threads; the list has those of the last load. `memories`: of each, instead of the option
-    `worker_memory`. Dropped workers are replaced in the next passes.
+    `memory`.
     """
     made: list[ThreadPeer] = []
 
@@ -82,9 +78,7 @@ def put_in_threads(monkeypatch: pytest.MonkeyPatch, *memories: str) -> list[Thre
         made[:] = [ThreadPeer(f"w{number}", each) for number, each in enumerate(memories or [memory] * int(workers))]
         for peer in made:
             opened.callback(peer.end)
-            peer.start()
         return made
 
     monkeypatch.setattr(api, "start_workers", start)
-    monkeypatch.setattr(remote, "_AGAIN_S", 0.0)
     return made

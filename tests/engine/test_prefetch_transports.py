@@ -72,7 +72,7 @@ def make(kind: str, disk: Any, shape: Geometry, slots: list[int], dice: random.R
     if kind.startswith("threads"):
         made = streams.ThreadStreams(dice.choice([0, 1e-4]))
         return CudaDevice(device, made, disk, shape, slots, torch.bfloat16, nbytes)
-    most = -(-cuda.AHEAD_NBYTES // min(shape.segment_nbytes(layer) for layer in range(shape.num_layers)))
+    most = -(-cuda.AHEAD_NBYTES // min(shape.unit_nbytes[layer] for layer in range(shape.num_layers)))
     return WatchedDevice(device, RandomStreams(dice), disk, shape, slots, torch.bfloat16, nbytes).watch(most)
 
 
@@ -129,7 +129,7 @@ def soak(
     disk = Disk(shape, random.Random(seed))
     disk.fails = lambda layer, expert: bad_luck.random() < failures
     disk.put(monkeypatch)
-    monkeypatch.setattr(cuda, "AHEAD_NBYTES", dice.choice([1, 2 * shape.segment_nbytes(0)]))
+    monkeypatch.setattr(cuda, "AHEAD_NBYTES", dice.choice([1, 2 * shape.unit_nbytes[0]]))
     device = make(kind, disk, shape, budget.pool_slots(), dice)
     transport, predictor = Counted(device, happened), RandomPredictor(dice, shape, routers)
     prefetcher = Prefetcher(control, transport, InlineChannel(predictor))
@@ -173,4 +173,4 @@ def soak(
 def in_flight_nbytes(control: CheckedScheduler) -> int:
     shape = control.geometry
     coming = [unit for unit, state in enumerate(control.cache.state) if state in (LOADING, PREFETCHING)]
-    return sum(shape.segment_nbytes(shape.layer_of[unit // shape.segments_per_expert]) for unit in coming)
+    return sum(shape.unit_nbytes[shape.layer_of[unit // shape.segments_per_expert]] for unit in coming)

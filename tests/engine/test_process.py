@@ -275,7 +275,7 @@ import expertly
 from expertly import api
 room = int(open(group + "/memory.usage_in_bytes").read()) + (112 << 20)
 open(group + "/memory.limit_in_bytes", "w").write(str(room))
-model, _ = expertly.load(sys.argv[1], memory="auto", context=264, system="lru", learned="off", device="cpu")
+model, _ = expertly.load(sys.argv[1], memory="auto", context=264, system="lru", device="cpu")
 ids = torch.randint(2, 128, (1, 256), generator=torch.Generator().manual_seed(0))
 for _ in range(2):
     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)

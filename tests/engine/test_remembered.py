@@ -39,7 +39,7 @@ def note(store: PackedStore, system: str, share: float, machine: str = HERE) -> 
 
 def auto(model: Path, memory: str) -> tuple[str, str]:
     """The system that `auto` is, and why."""
-    run, _ = expertly.load(str(model), memory=memory, learned="off")
+    run, _ = expertly.load(str(model), memory=memory)
     try:
         stats = expertly.stats(run).as_dict()
     finally:

@@ -320,7 +320,7 @@ def test_a_store_that_is_changed(change: str, verify: str, store: Path) -> None:
 
 def test_unloading_closes_the_file_and_a_forked_child_is_refused(store: Path) -> None:
     before = open_files(store), threading.active_count()
-    model, _ = expertly.load(str(store), memory="50%", device="cpu", learned="off")
+    model, _ = expertly.load(str(store), memory="50%", device="cpu")
     look_up, ids = model.get_input_embeddings(), torch.tensor([[5]])
     row = look_up(ids)
 

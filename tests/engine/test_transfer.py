@@ -181,7 +181,7 @@ def test_every_span_of_every_expert_has_its_bytes(segments: int, tmp_path: Path)
     geometry, slot = store.geometry(segments), bytearray(LAYER.expert_nbytes)
 
     def nbytes_of(span: Span) -> int:
-        return span.num_segments * geometry.segment_nbytes(span.layer)
+        return span.num_segments * geometry.unit_nbytes[span.layer]
 
     with contextlib.closing(
         Readers(store.layer_file, geometry, lambda span: memoryview(slot)[: nbytes_of(span)])
@@ -195,7 +195,7 @@ def test_every_span_of_every_expert_has_its_bytes(segments: int, tmp_path: Path)
                     wanted = Span(layer, expert, segment, length, 0)
                     readers.submit([wanted])
                     assert readers.wait() == wanted
-                    begin = segment * geometry.segment_nbytes(layer)
+                    begin = segment * geometry.unit_nbytes[layer]
                     assert slot[: nbytes_of(wanted)] == whole[begin : begin + nbytes_of(wanted)]
 
 

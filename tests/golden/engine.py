@@ -85,7 +85,7 @@ def run(name: str) -> Case:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model, _ = expertly.load(system=spec, memory=memory, device="cpu", dtype="float32", learned="off")
+        model, _ = expertly.load(system=spec, memory=memory, device="cpu", dtype="float32")
     except Exception as error:  # whichever: it is compared
         return {"error": first_words(str(error).replace(spec, system))}
     try:

@@ -157,7 +157,7 @@ def test_a_block_that_changes_unseen_is_found_within_64_reads_of_it(
     """As a disk changes it. Reads of it are counted from then on; it is read whole, or in parts, among others."""
     store = write_store(tmp_path / "m")
     geometry, dice = store.geometry(segments), random.Random(segments)
-    nbytes, num_experts = geometry.segment_nbytes(0), geometry.layers[0].num_experts
+    nbytes, num_experts = geometry.unit_nbytes[0], geometry.layers[0].num_experts
     memory = memoryview(slots._mapped(num_experts * segments * nbytes).numpy())
     changed_at = store.extents[0][1] + geometry.layers[0].expert_nbytes  # in the file, where expert 1 begins
     is_changed = False

@@ -41,7 +41,7 @@ def test_the_first_use_packs_and_the_next_opens(tmp_path: Path, monkeypatch: pyt
 def test_a_cached_store_of_another_version_is_packed_again_and_what_was_learned_stays(tmp_path: Path) -> None:
     source = make_checkpoint("mixtral", tmp_path / "source")
     store = pack_cached(source, cache_dir=tmp_path)
-    manifest, learned = store.folder / MANIFEST_NAME, learned_beside(store.folder, "maps")
+    manifest, learned = store.folder / MANIFEST_NAME, learned_beside(store.folder, "predictor")
     learned.write_text("learned")
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": FORMAT_VERSION - 1}))
     (store.folder / "somebody's").write_text("mine")
@@ -88,13 +88,13 @@ def test_bytes_that_changed_in_place_are_packed_again_and_learned_state_stays(tm
     source = Path(shutil.copytree(large, tmp_path / "source"))
     first, name = pack_cached(source, cache_dir=tmp_path), "model.layers.1.input_layernorm.weight"
     explicit = pack(source, tmp_path / "explicit")
-    learned_beside(first.folder, "maps").write_text("learned")
+    learned_beside(first.folder, "predictor").write_text("learned")
     before = Checkpoint.open(source).identity
     zero(source / "model.safetensors", name)
     assert Checkpoint.open(source).identity == before
     second = pack_cached(source, cache_dir=tmp_path)
     assert not load_file(second.folder / "dense.safetensors")[name].any()
-    assert second.folder == first.folder and learned_beside(first.folder, "maps").exists()
+    assert second.folder == first.folder and learned_beside(first.folder, "predictor").exists()
     with pytest.raises(StoreError, match=r"another checkpoint .*changed since"):
         pack(source, explicit.folder)
 

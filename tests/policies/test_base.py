@@ -10,9 +10,6 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies.base import PolicyOptions, option, option_names, option_text, parse_options
-from expertly.policies.fmoe import ByProximity
-from expertly.policies.registry import PREFETCHES
-from expertly.testing import check_prefetch
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,3 @@ def test_a_kind_without_options_says_so() -> None:
     assert option_names(Nothing) == []
     with pytest.raises(ConfigError, match="option 'a': unknown; there are none"):
         parse_options(Nothing, {"a": "1"}, "x")
-
-
-@pytest.mark.parametrize("name", PREFETCHES)
-def test_conformance(name: str) -> None:
-    """A new priority inherits this by being in PREFETCHES."""
-    check_prefetch(PREFETCHES[name])
-
-
-def test_by_proximity_is_the_papers_formula() -> None:
-    """p / (l - l_now) (fMoE, section 4.5)."""
-    assert ByProximity().priority(0.6, 3) == pytest.approx(0.2)
-    assert ByProximity().priority(0.25, 1) > ByProximity().priority(0.6, 3)

@@ -169,8 +169,8 @@ def test_static_pins_the_most_popular_of_a_profile(
 def test_options_reach_the_policy() -> None:
     """With rho 1/4 a priority halves in 64 tokens, with rho 1/2 and omega 1 in one."""
     result = []
-    for values in ({}, {"rho": "0.5", "omega": "1"}):
-        policy = EVICTIONS["lcp"].make(SHAPE, 4, given=values)
+    for given in ({}, {"rho": "0.5", "omega": "1"}):
+        policy = EVICTIONS["lcp"].make(SHAPE, 4, texts=given)
         admit(policy, [0, 1])
         policy.used([0], [9], 9)
         policy.used([1], [1], 10)

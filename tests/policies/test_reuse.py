@@ -40,7 +40,7 @@ def prompt(layer: int, dice: random.Random, tokens: int = 40) -> RouterRan:
 
 def values(model: ReuseModel, layer: int, shape: Geometry = SHAPE) -> np.ndarray:
     """What the experts of the layer that ran last are worth, a step from now."""
-    first = shape.first_expert_id(layer)
+    first = shape.first_ids[layer]
     return model.worth()[first : first + shape.layers[layer].num_experts]
 
 
@@ -77,7 +77,7 @@ def _taught() -> tuple[ReuseModel, list[float]]:
 def taught() -> ReuseModel:
     """One that goes on from what 1499 tokens taught of what layer 1 needs."""
     model = ReuseModel(MODEL)
-    model.restore(_taught()[0].state())
+    model.begin_with(_taught()[0])
     return model
 
 
@@ -109,18 +109,18 @@ def test_every_instruction_set_computes_the_same_bits(tmp_path: Path, monkeypatc
                     model.observe(router)
         np.testing.assert_array_equal(plain.worth(), fastest.worth())
         if step == 75:
-            fastest.restore(plain.state())
-            plain.restore(plain.state())
+            fastest.begin_with(plain)
+            plain.begin_with(plain)
 
 
 def test_prompts_teach_nothing_but_what_was_used_lately() -> None:
     dice, model = random.Random(4), ReuseModel(MODEL)
     ranks(model, told_by_another(100, 5))
-    before = model.state()["weights"]
+    before = [weights.copy() for weights in model.weights]
     for _ in range(60):
         for layer in range(LAYERS):
             model.observe(prompt(layer, dice))
-    np.testing.assert_array_equal(model.state()["weights"], before)
+    np.testing.assert_equal(model.weights, before)
     new = ReuseModel(MODEL)
     new.observe(RouterRan(1, [2, 6], [1, 39], [False, False], 40))
     assert values(new, 1).argsort()[-2:].tolist() == [2, 6]
@@ -140,7 +140,7 @@ def test_a_layer_that_is_yet_to_run_is_nearer() -> None:
 @pytest.mark.parametrize(("experts", "looked_at"), [(32, 9), (128, 9), (256, 3), (512, 1), (600, 1)])
 def test_with_many_experts_a_layer_looks_at_fewer_others(experts: int, looked_at: int) -> None:
     model = ReuseModel(ModelShape((experts,) * 9, (2,) * 9))
-    assert model._weights[4].shape == (experts, looked_at * experts)
+    assert model.weights[4].shape == (experts, looked_at * experts)
     model.observe(one_token(4, [1, 2]))
     assert model.worth()[4 * experts + 1] > model.worth()[4 * experts + 3]
 
@@ -151,16 +151,13 @@ def test_with_many_experts_a_layer_looks_at_fewer_others(experts: int, looked_at
 def test_a_new_model_goes_on_with_what_another_learned() -> None:
     """From copies, which nobody changes."""
     model, other = taught(), ReuseModel(MODEL)
-    state = model.state()
-    before = {name: array.copy() for name, array in state.items()}
-    assert state["tokens"].tolist() == [1499] * 3
-    other.restore(state)
+    assert model.num_tokens == [1499] * 3
+    other.begin_with(model)
+    before = [weights.copy() for weights in model.weights]
     of_other, of_new = (np.mean(ranks(reuse, told_by_another(200, 1))) for reuse in (other, ReuseModel(MODEL)))
     assert of_other > 0.88 > 0.7 > of_new
-    assert other.num_learned == 1499 + 199
-    ranks(model, told_by_another(50, 2))
-    for name, array in before.items():
-        np.testing.assert_array_equal(state[name], array)
+    assert max(other.num_tokens) == 1499 + 199
+    np.testing.assert_equal(model.weights, before)
 
 
 # -- the eviction policy --------------------------------------------------------------------------------------------
@@ -222,7 +219,7 @@ def test_a_prompt_takes_nothing_from_the_layers_that_it_has_yet_to_reach() -> No
     for layers in steps(60, 1):
         for layer, experts in enumerate(layers):
             run_layer(control, layer, experts)
-    last = {eid for eid in np.flatnonzero(control.cache.residency()) if SHAPE.layer_of_expert(eid) == LAYERS - 1}
+    last = {eid for eid in np.flatnonzero(control.cache.residency()) if SHAPE.layer_of[eid] == LAYERS - 1}
     for layer in range(LAYERS - 1):
         run_layer(control, layer, list(range(EXPERTS)), tokens=[5] * EXPERTS, decode=False)
     assert last and last <= set(np.flatnonzero(control.cache.residency()))
@@ -234,5 +231,5 @@ def test_experts_of_pads_alone_count_as_unused() -> None:
     for _ in range(40):
         model.observe(one_token(0, [5]))
         model.observe(RouterRan(1, [3], [0], [False], 1, is_part_of_decode=True))
-    first = SHAPE.first_expert_id(1)
+    first = SHAPE.first_ids[1]
     assert np.isfinite(model.worth()).all() and np.ptp(model.worth()[first : first + EXPERTS]) == 0

@@ -151,7 +151,7 @@ class CheckedScheduler(Scheduler):
                 assert unit not in held, "no unit is loaded twice"
                 self._takes_slot(unit)
             is_decode = router.is_decode[router.experts.index(span.expert)]
-            nbytes = span.num_segments * self.geometry.segment_nbytes(span.layer)
+            nbytes = span.num_segments * self.geometry.unit_nbytes[span.layer]
             self.seen[span.layer][is_decode]["loaded_nbytes"] += nbytes
 
     def _count_router(self, router: RouterRan, num_parts_there: list[int]) -> None:
@@ -180,7 +180,7 @@ class CheckedScheduler(Scheduler):
             numbers["prefetched_needed"] += eid in needed
             numbers["prefetched_in_time"] += eid in needed and resident[eid]
             if eid not in needed:
-                numbers["wasted_nbytes"] += num * self.geometry.segment_nbytes(router.layer)
+                numbers["wasted_nbytes"] += num * self.geometry.unit_nbytes[router.layer]
 
     def counts_agree(self) -> None:
         """The counters are the naive count."""
@@ -194,7 +194,7 @@ class CheckedScheduler(Scheduler):
     def _count_ahead(self, unit: int, is_decode: bool, sign: int) -> None:
         layer = self.geometry.layer_of[self._expert(unit)]
         for name in ("loaded_nbytes", "prefetched_nbytes"):
-            self.seen[layer][is_decode][name] += sign * self.geometry.segment_nbytes(layer)
+            self.seen[layer][is_decode][name] += sign * self.geometry.unit_nbytes[layer]
 
     def _takes_slot(self, unit: int) -> None:
         slot = self._slot(unit)

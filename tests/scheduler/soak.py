@@ -17,7 +17,7 @@ from expertly.core.observation import Began, Routed
 from expertly.policies.allocation import Allocation
 from expertly.policies.moepic import Configuration, LayerSplit, MoEpic
 from expertly.policies.prediction import Predictor
-from expertly.policies.registry import EVICTIONS, PREFETCHES
+from expertly.policies.registry import EVICTIONS
 from expertly.scheduler.budget import check_quotas, split_budget
 from expertly.scheduler.loop import InlineChannel, Prefetcher, run_layer
 from expertly.scheduler.scheduler import Scheduler
@@ -82,9 +82,7 @@ class RandomLink:
     def moved_nbytes(self, shape: Geometry) -> int:
         """Bytes that were submitted and not cancelled."""
         signs = ((1, self.submitted), (-1, self.cancelled))
-        return sum(
-            sign * span.num_segments * shape.segment_nbytes(span.layer) for sign, spans in signs for span in spans
-        )
+        return sum(sign * one.num_segments * shape.unit_nbytes[one.layer] for sign, spans in signs for one in spans)
 
     def _begin(self) -> None:
         assert self.demands or self.ahead, "waiting for what nobody brings"
@@ -253,7 +251,7 @@ def soak(
             shape,
             budget,
             lambda capacity, layers: EVICTIONS[eviction].make(shape, capacity),
-            prefetch=PREFETCHES[prefetch].make(),
+            prefetch=prefetch,
             admission=admission,
             allocation=allocation and allocation(shape, random.Random(seed)),
             **way,

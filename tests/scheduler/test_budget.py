@@ -49,7 +49,7 @@ def test_any_shape_and_any_budget() -> None:
         used = budget.staging_nbytes(shape) + budget.kept_nbytes(shape)
         assert used <= min(memory, shape.nbytes)
         if shape.num_size_classes == 1 and (staging or 0) < 5:
-            assert used > min(memory, shape.nbytes) - shape.segment_nbytes(0), "nothing is left over"
+            assert used > min(memory, shape.nbytes) - shape.unit_nbytes[0], "nothing is left over"
         for size_class in range(shape.num_size_classes):
             of_class = [layer for layer, c in enumerate(shape.size_classes) if c == size_class]
             shares = [budget.layer_quotas[layer] for layer in of_class]

@@ -35,7 +35,7 @@ class Reference:
     def layer(self, layer: int, experts: list[int], tokens: list[int], decode: list[bool]) -> dict[int, set[int]]:
         """Run a layer; the segments that had to be loaded, by expert."""
         self.calls += 1
-        first, every = self.shape.first_expert_id(layer), set(range(self.shape.segments_per_expert))
+        first, every = self.shape.first_ids[layer], set(range(self.shape.segments_per_expert))
         loads = {e: every - self.kept.get(first + e, set()) for e in experts}
         loads = {e: segments for e, segments in loads.items() if segments}
         evicting = [e for e, num, is_decode in zip(experts, tokens, decode, strict=True) if num and is_decode]
@@ -73,7 +73,7 @@ class Reference:
                         del self.kept[victim]
         room = self.room(layer)
         if not may_evict:
-            of_layer = sum(len(s) for e, s in self.kept.items() if self.shape.layer_of_expert(e) == layer)
+            of_layer = sum(len(s) for e, s in self.kept.items() if self.shape.layer_of[e] == layer)
             room = max(0, min(room, self.quotas[layer] - of_layer))
         if wanted[:room]:
             if eid not in self.kept:
@@ -90,7 +90,7 @@ class Reference:
         return (served**64 << self.last_token.get(eid, 0), eid)  # (mu / 4 ** (nu / 128)) ** 64, exactly
 
     def in_cache(self, layer: int) -> list[int]:
-        return [e for e in self.kept if self.is_global or self.shape.layer_of_expert(e) == layer]
+        return [e for e in self.kept if self.is_global or self.shape.layer_of[e] == layer]
 
     def room(self, layer: int) -> int:
         capacity = sum(self.quotas) if self.is_global else self.quotas[layer]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 
 from expertly.core.messages import Plan, Prediction, RouterRan
 from expertly.policies.fmoe import FMoEEviction
 from expertly.policies.lru import LRU
-from expertly.policies.registry import PREFETCHES
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.counters import PhaseCounters
-from expertly.scheduler.prefetch import PrefetchQueue
+from expertly.scheduler.prefetch import PRIORITIES, PrefetchQueue
 from expertly.scheduler.scheduler import Scheduler
 from tests.scheduler.drive import geometry, kept_experts, made, one_token, prediction, run
 from tests.tables import seeds
@@ -55,6 +55,14 @@ def test_a_layer_that_nobody_chose_an_expert_in() -> None:
     assert run(made(geometry(), [2, 2], 2), RouterRan(0, [], [], [], 0)) == Plan()
 
 
+def test_the_surer_never_comes_later_and_proximity_is_the_papers_formula() -> None:
+    """p / (l - l_now) (fMoE, section 4.5)."""
+    for priority, layers_to_go in product(PRIORITIES.values(), (1, 2, 7)):
+        priorities = [priority(score, layers_to_go) for score in (0.0, 0.1, 0.5, 0.9, 1.0)]
+        assert priorities == sorted(priorities)
+    assert PRIORITIES["proximity"](0.6, 3) == pytest.approx(0.2)
+
+
 # -- the queue -----------------------------------------------------------------------------------------------------
 
 LAYERS, EXPERTS = 5, 8
@@ -64,14 +72,14 @@ SHAPE = geometry(LAYERS, EXPERTS, 2)
 def queue_of(prefetch: str) -> PrefetchQueue:
     """Of a scheduler with nothing in flight."""
     budget = Budget(0, (2,), (2 * LAYERS,), (2,) * LAYERS)
-    return Scheduler(SHAPE, budget, lambda capacity, layers: LRU(), prefetch=PREFETCHES[prefetch].make()).queue
+    return Scheduler(SHAPE, budget, lambda capacity, layers: LRU(), prefetch=prefetch).queue
 
 
 class Naive:
     """Every queued expert, looked through for each question."""
 
     def __init__(self, prefetch: str) -> None:
-        self.priority = PREFETCHES[prefetch].make().priority
+        self.priority = PRIORITIES[prefetch]
         self.now = LAYERS - 1
         self.queued: list[tuple[float, int, int, int]] = []  # (score, arrival, layer, expert id)
         self.arrivals = 0
@@ -94,7 +102,7 @@ class Naive:
         return min(self.queued, key=rank, default=None)
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("prefetch", PRIORITIES)
 @pytest.mark.parametrize("seed", seeds(2, 6))
 def test_the_queue_agrees_with_a_scan_of_everything_predicted(prefetch: str, seed: int) -> None:
     dice = random.Random(seed)

@@ -87,7 +87,7 @@ def test_random_splits(segments: int, ahead: str, keeping: tuple[str, str]) -> N
 def test_with_nothing_kept_what_is_prefetched_is_staged(share: float, segments: int) -> None:
     """At the least budget, too: nothing waits for ever, nothing is evicted, and nothing stays but what is to come."""
     shape, dice = geometry(layers=4, experts=8, top_k=2, segments=segments), random.Random(0)
-    slots = int(shape.nbytes * share) // shape.segment_nbytes(0)
+    slots = int(shape.nbytes * share) // shape.unit_nbytes[0]
     budget = Budget(0, (slots,), (0,), (0,) * 4)
     control = drive.CheckedScheduler(shape, budget, lambda capacity, layers: drive.LRU(), ahead="staging")
     link = RandomLink(dice, 0.7)

@@ -22,7 +22,7 @@ from expertly.serve.memory import PAGE_TOKENS
 from expertly.serve.server import bind, open_server
 from expertly.serve.settings import ServeOptions
 from tests.commands import RunningCommand
-from tests.serve.conftest import assembled_for, greedy, served
+from tests.serve.conftest import assembled_for, served
 
 Start = Callable[..., RunningCommand]
 
@@ -82,24 +82,6 @@ def test_sigterm_lets_what_runs_end_and_refuses_new_requests(start: Start) -> No
     assert http.get("/health").status_code == 200
     assert [*chunks][-1].choices[0].finish_reason == "length", "the stream that ran was not cut"
     assert running.exit_code(60) == 0
-
-
-@pytest.mark.slow
-def test_a_killed_server_comes_back_with_what_it_had_learned(start: Start) -> None:
-    body: dict[str, Any] = {"model": "demo", "prompt": "The sea was", "max_tokens": 24, "temperature": 0}
-    model, tokenizer = expertly.load(memory="30%", dtype="float32", system="expertly")
-    expected = greedy(model, tokenizer, body["prompt"], 24)
-    model.generate(**tokenizer(body["prompt"], return_tensors="pt"), max_new_tokens=24)  # something to learn from
-    expertly.unload(model)
-    running, about = serving(start, "--memory", "30%", "--dtype", "float32", "--system", "expertly", "--context", "256")
-    client = httpx.Client(base_url=about["url"], timeout=60)
-    assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected
-    assert client.get("/v1/state").json()["history"] == "warm", "what had been learned before was read"
-    running.send_signal(signal.SIGKILL)
-    assert running.exit_code(60) == -signal.SIGKILL
-    model, _ = expertly.load(memory="30%", dtype="float32", system="expertly")
-    assert expertly.stats(model).as_dict()["reuse"]["history"] == "warm", "its file is whole"
-    expertly.unload(model)
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_the_library_reads_what_was_written(store: PackedStore) -> None:
 def test_says_its_sizes(store: PackedStore) -> None:
     assert store.config == {"model_type": "toy"}
     assert store.dense_nbytes == 2 * (80 + 8)  # in bfloat16
-    assert store.geometry(4).segment_nbytes(0) == LAYER.expert_nbytes // 4
+    assert store.geometry(4).unit_nbytes[0] == LAYER.expert_nbytes // 4
     assert store.nbytes == sum((store.folder / name).stat().st_size for name in store.manifest.files)
     with pytest.raises(ConfigError, match="segments=5"):
         store.geometry(5)

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from expertly.core.messages import Prediction
-from expertly.policies.fmoe import ByProximity
 from expertly.policies.lru import LRU
 from expertly.policies.prediction import Predictor, RankingPredictor
-from expertly.policies.prefetch import PrefetchOrder
-from expertly.testing import check_eviction, check_predictor, check_prefetch
+from expertly.testing import check_eviction, check_predictor
 
 
 class Forgetful(LRU):
@@ -154,13 +152,3 @@ def test_one_that_says_nothing_or_trusts_in_all_being_shown_is_found(predictor, 
 
 def test_what_keeps_its_promises_passes() -> None:
     check_predictor(Index, distances=(1, 3))
-
-
-def test_a_priority_that_falls_with_the_score_is_found() -> None:
-    class Backwards(PrefetchOrder):
-        def priority(self, score: float, layers_to_go: int) -> float:
-            return -score
-
-    check_prefetch(ByProximity)
-    with pytest.raises(AssertionError, match="a priority never falls with the score"):
-        check_prefetch(Backwards)

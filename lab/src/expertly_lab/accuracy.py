@@ -56,12 +56,14 @@ def accuracies(
     trace_rows = np.concatenate([np.arange(span.first_row, span.first_row + span.num_rows) for span in spans])
     num_training = sum(span.num_rows for span in training)
     learned, judged = np.arange(num_training), np.arange(num_training, len(trace_rows))
-    is_decode = ~np.concatenate([trace.rows("is_prefill", one.first_row, one.first_row + one.num_rows) for one in test])
+    is_decode = ~np.concatenate(
+        [trace.rows("is_prefill", span.first_row, span.first_row + span.num_rows) for span in test]
+    )
     judged = judged[is_decode] if is_decode.any() else judged
     ids = trace.rows("token", 0, trace.num_rows)[trace_rows]
     of_ids: dict[int, float | None] = {}
     of_pairs: dict[tuple[int, int], tuple[float | None, float | None]] = {}
-    found = []
+    made = []
     for distance in weights.distances:
         for source, layer in pairs(weights.starts, distance):
             if layer not in of_ids:
@@ -74,18 +76,18 @@ def accuracies(
                     _accuracy(data, layer, rows, lambda rows: network.probabilities(data.inputs(source, rows)), share),  # noqa: B023
                     _accuracy(data, layer, rows, _lookahead(trace, trace_rows, source, layer), share),
                 )
-            found.append(Accuracy(distance, source, layer, *of_pairs[source, layer], of_ids[layer]))
-    return found, len(judged)
+            made.append(Accuracy(distance, source, layer, *of_pairs[source, layer], of_ids[layer]))
+    return made, len(judged)
 
 
 def means(accuracies: Sequence[Accuracy]) -> dict[int, dict[str, Any]]:
     """By distance, each predictor's mean over the layers, and how many those are."""
     result: dict[int, dict[str, Any]] = {}
-    for distance in sorted({one.distance for one in accuracies}):
-        layers = [one for one in accuracies if one.distance == distance]
+    for distance in sorted({accuracy.distance for accuracy in accuracies}):
+        layers = [accuracy for accuracy in accuracies if accuracy.distance == distance]
         result[distance] = {"layers": len(layers)}
         for name in ("learned", "lookahead", "token_id"):
-            values = [value for one in layers if (value := getattr(one, name)) is not None]
+            values = [value for accuracy in layers if (value := getattr(accuracy, name)) is not None]
             result[distance][name] = sum(values) / len(values) if values else None
     return result
 
@@ -98,9 +100,9 @@ def _accuracy(data: Dataset, layer: int, rows: Rows, scores: Scores | None, shar
     right, named = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
     for first in range(0, len(rows), _BLOCK_ROWS):
         block = rows[first : first + _BLOCK_ROWS]
-        given = scores(block)
-        top = np.argsort(-given, axis=1, kind="stable")[:, : data.layers[layer].top_k]
-        is_named = np.take_along_axis(given, top, 1) > 0
+        scored = scores(block)
+        top = np.argsort(-scored, axis=1, kind="stable")[:, : data.layers[layer].top_k]
+        is_named = np.take_along_axis(scored, top, 1) > 0
         is_right = np.take_along_axis(needed(data.experts(layer, block), data.layers[layer].num_experts), top, 1)
         right[first : first + _BLOCK_ROWS] = (is_named & is_right).sum(axis=1)
         named[first : first + _BLOCK_ROWS] = is_named.sum(axis=1)
@@ -118,8 +120,8 @@ def _lookahead(trace: Trace, trace_rows: Rows, source: int, layer: int) -> Score
         wanted = trace_rows[rows]
         starts = np.flatnonzero(np.diff(wanted, prepend=-2) != 1)  # of runs of adjacent rows
         for start, end in zip(starts, [*starts[1:], len(wanted)], strict=True):
-            found = trace.rows("lookahead", int(wanted[start]), int(wanted[end - 1]) + 1)
-            out[start:end] = found[:, source, layer - source - 1, :num_experts]
+            shown = trace.rows("lookahead", int(wanted[start]), int(wanted[end - 1]) + 1)
+            out[start:end] = shown[:, source, layer - source - 1, :num_experts]
         return out
 
     return scores

@@ -43,8 +43,8 @@ class ChromeTrace:
         pid = self._num_runs
         self.write({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
         self.write({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
-        for what, tid in _THREADS.items():
-            self.write({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": what}})
+        for label, tid in _THREADS.items():
+            self.write({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": label}})
         return RunTimeline(self, pid)
 
     def write(self, event: dict[str, Any]) -> None:
@@ -59,9 +59,9 @@ class RunTimeline:
         self._file = file
         self._pid = pid
 
-    def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
-        name = what if layer < 0 else f"{what}, layer {layer}"
-        self._write(name, what.split()[0], "device", begin_ns, end_ns)
+    def computed(self, label: str, layer: int, begin_ns: int, end_ns: int) -> None:
+        name = label if layer < 0 else f"{label}, layer {layer}"
+        self._write(name, label.split()[0], "device", begin_ns, end_ns)
 
     def moved(self, span: Span, begin_ns: int, end_ns: int) -> None:
         parts = f"{span.segment}..{span.segment + span.num_segments - 1}"

@@ -85,7 +85,7 @@ class Dataset:
         """For each layer, the first layer of its stack: the first that ever ran in the same row."""
         starts = []
         for layer, ran in enumerate(self.ran):
-            first = next((one for one in range(layer + 1) if (self.ran[one] & ran).any()), None)
+            first = next((earlier for earlier in range(layer + 1) if (self.ran[earlier] & ran).any()), None)
             if first is None:
                 raise TraceError(
                     f"{trace.folder}: field 'experts': layer {layer} runs in none of the rows to learn from"
@@ -96,6 +96,6 @@ class Dataset:
 
 def needed(experts: npt.NDArray[np.int64], num_experts: int) -> npt.NDArray[np.bool_]:
     """[rows, E]: whether each expert is among those chosen, [rows, K]."""
-    found = np.zeros((len(experts), num_experts + 1), bool)
-    np.put_along_axis(found, np.where((experts >= 0) & (experts < num_experts), experts, num_experts), True, 1)
-    return found[:, :num_experts]
+    chosen = np.zeros((len(experts), num_experts + 1), bool)
+    np.put_along_axis(chosen, np.where((experts >= 0) & (experts < num_experts), experts, num_experts), True, 1)
+    return chosen[:, :num_experts]

@@ -143,7 +143,7 @@ class Measurement:
     def _counts(self) -> list[tuple[int, int]]:
         """For each layer in decode: experts not wholly resident, and time of its experts without waits."""
         decode = [counters.decode for counters in self._scheduler.counters]
-        return [(one.misses + one.partial_hits, one.expert_ns - one.stall_ns) for one in decode]
+        return [(counts.misses + counts.partial_hits, counts.expert_ns - counts.stall_ns) for counts in decode]
 
     @contextmanager
     def _watched(self) -> Iterator[list[int]]:
@@ -195,7 +195,7 @@ class Measurement:
         whole, geometry = self._scheduler.cache.whole, self._geometry
         layers = []
         for layer in range(geometry.num_layers):
-            first = geometry.first_expert_id(layer)
+            first = geometry.first_ids[layer]
             spans = [span for span in whole[first : first + self._layer.num_experts] if span is not None]
             if len(spans) > 1:
                 layers.append(spans)

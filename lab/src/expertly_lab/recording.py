@@ -105,10 +105,10 @@ class Recording:
         embedding = None if self._began is None else self._began().embedding
         if "embedding" in rows and embedding is not None:
             rows["embedding"][:] = embedding
-        for one in (routed() for routed in self._routed):
+        for shown in (routed() for routed in self._routed):
             for name in rows.keys() - {"embedding"}:
-                values = getattr(one, COLLECTED[name])
-                rows[name][:, one.layer][tuple(map(slice, values.shape))] = values
+                values = getattr(shown, COLLECTED[name])
+                rows[name][:, shown.layer][tuple(map(slice, values.shape))] = values
         return rows
 
     def _request_of_rows(self, info: IterationInfo) -> Array:

@@ -49,8 +49,8 @@ class TrainOptions:
             torch.empty(1, device=self.device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has one for each reason
             reason = str(error).partition("\n")[0]
-            what = f"device={self.device!r}: unknown, or not here ({reason:.100})"
-            raise ConfigError(f"{what}; accepted: cpu, cuda:N") from None
+            problem = f"device={self.device!r}: unknown, or not here ({reason:.100})"
+            raise ConfigError(f"{problem}; accepted: cpu, cuda:N") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def train(
     of layers.
     """
     num_layers = len(data.layers)
-    distances = tuple(dict.fromkeys(max(1, min(one, num_layers - 1)) for one in sorted(options.distances)))
+    distances = tuple(dict.fromkeys(max(1, min(distance, num_layers - 1)) for distance in sorted(options.distances)))
     wanted = sorted({pair for distance in distances for pair in pairs(data.starts, distance)})
     by_source: dict[int, list[int]] = {}
     for source, target in wanted:
@@ -80,8 +80,8 @@ def train(
     accuracy: dict[Pair, float] = {}
     for source, targets in by_source.items():
         group = _Group(data, source, targets, options)
-        found = group.train(training, validation)
-        for target, (mlp, num_epochs, right) in zip(targets, found, strict=True):
+        networks = group.train(training, validation)
+        for target, (mlp, num_epochs, right) in zip(targets, networks, strict=True):
             mlps[source, target], epochs[source, target], accuracy[source, target] = mlp, num_epochs, right
         if progress is not None:
             progress("training", len(mlps), len(wanted))
@@ -103,8 +103,8 @@ class _Group:
 
         def uniform(*shape: int, fan_in: int) -> torch.Tensor:
             values = (torch.rand(shape, generator=generator) * 2 - 1) / fan_in**0.5
-            found: torch.Tensor = values.to(options.device).requires_grad_()
-            return found
+            tensor: torch.Tensor = values.to(options.device).requires_grad_()
+            return tensor
 
         self._hidden = uniform(num, width, hidden_size, fan_in=hidden_size)
         self._hidden_bias = uniform(num, width, fan_in=hidden_size)
@@ -130,13 +130,13 @@ class _Group:
                     "record more requests"
                 )
         self._standardise(training)
-        learned = [one for one in self._parameters if one.requires_grad]
+        learned = [parameter for parameter in self._parameters if parameter.requires_grad]
         optimiser = torch.optim.AdamW(learned, lr=options.learning_rate, weight_decay=options.weight_decay, fused=True)
         num_batches = -(-len(training) // options.batch)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, options.epochs * num_batches)
         dice = np.random.default_rng((options.seed, source))
         best = [(-1.0, 0)] * len(self._targets)  # accuracy, epoch
-        kept = [one.detach().clone() for one in self._parameters]
+        kept = [parameter.detach().clone() for parameter in self._parameters]
         for epoch in range(1, options.epochs + 1):
             order = dice.permutation(training)
             for first in range(0, len(order), options.batch):
@@ -147,11 +147,11 @@ class _Group:
             for index, right in enumerate(self._accuracy(validation)):
                 if right > best[index][0]:
                     best[index] = right, epoch
-                    for one, parameter in zip(kept, self._parameters, strict=True):
-                        one[index] = parameter.detach()[index]
+                    for held, parameter in zip(kept, self._parameters, strict=True):
+                        held[index] = parameter.detach()[index]
             if epoch - max(last for _, last in best) >= options.patience:
                 break
-        arrays = [one.cpu().numpy() for one in kept]
+        arrays = [tensor.cpu().numpy() for tensor in kept]
         return [
             (self._mlp(index, target, arrays), best[index][1], best[index][0])
             for index, target in enumerate(self._targets)
@@ -227,7 +227,7 @@ class _Group:
 
     def _mlp(self, index: int, target: int, arrays: Sequence[np.ndarray]) -> Mlp:
         num_experts = self._data.layers[target].num_experts
-        hidden, hidden_bias, out, direct, bias = (one[index].astype(np.float16) for one in arrays)
+        hidden, hidden_bias, out, direct, bias = (array[index].astype(np.float16) for array in arrays)
         return Mlp(
             self._mean, self._scale, hidden, hidden_bias, out[:num_experts], direct[:num_experts], bias[:num_experts]
         )
@@ -258,7 +258,7 @@ class TrainingStudy:
             "tokens": self.num_rows,
             "epochs": {f"{source}-{target}": num for (source, target), num in self.trained.epochs.items()},
             "mean": {str(distance): row for distance, row in means(self.accuracies).items()},
-            "accuracy": [asdict(one) for one in self.accuracies],
+            "accuracy": [asdict(accuracy) for accuracy in self.accuracies],
         }
 
 
@@ -281,6 +281,6 @@ def study(
     data = Dataset(trace, [*schedule.training, *schedule.test], progress)
     learned = np.arange(num_rows["stopping"] + num_rows["training"])
     trained = train(data, learned[num_rows["stopping"] :], learned[: num_rows["stopping"]], options, progress)
-    found, num_rows["test"] = accuracies(trace, data, schedule.training, schedule.test, trained.weights)
+    judged, num_rows["test"] = accuracies(trace, data, schedule.training, schedule.test, trained.weights)
     num_requests = {name: len(spans) for name, spans in parts.items()}
-    return TrainingStudy(trained, found, num_requests, num_rows)
+    return TrainingStudy(trained, judged, num_requests, num_rows)

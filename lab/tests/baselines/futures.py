@@ -44,4 +44,4 @@ class AnyFuture:
 
 def known(shape: Geometry, demands: Demands, seed: int = 0) -> Known:
     """All that a predictor may ask for."""
-    return Known(future=ListFuture(shape, demands), seed=seed, given=(random_weights(shape.layers, seed=seed),))
+    return Known(future=ListFuture(shape, demands), seed=seed, items=(random_weights(shape.layers, seed=seed),))

@@ -30,7 +30,7 @@ def some_usage(shape: Geometry, seed: int = 0) -> Usage:
 def test_adapmoe_shares_by_usage_what_there_is_of_each_size(shape: Geometry) -> None:
     for percent in range(30, 101, 5):
         before = split_budget(shape, shape.nbytes * percent // 100)
-        allocation = ALLOCATIONS["adapmoe"].make(shape, Known(given=(some_usage(shape),)))
+        allocation = ALLOCATIONS["adapmoe"].make(shape, Known(items=(some_usage(shape),)))
         after = allocate(shape, before, allocation)
         assert after.pool_slots() == before.pool_slots() and after.memory_nbytes == before.memory_nbytes
         assert list(after.kept_slots) == check_quotas(shape, after.layer_quotas)

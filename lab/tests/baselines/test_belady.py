@@ -47,7 +47,7 @@ def least_loads(demands: list[frozenset[int]], capacities: dict[int, int], of_ca
 
 def with_shares(shape: Geometry, shares: list[int], staging: int) -> Budget:
     slots = sum(shares) + staging
-    return Budget(slots * shape.segment_nbytes(0), (staging,), (sum(shares),), tuple(shares))
+    return Budget(slots * shape.unit_nbytes[0], (staging,), (sum(shares),), tuple(shares))
 
 
 def played(control: Scheduler, demands: Demands, decode: bool = True) -> int:
@@ -96,7 +96,7 @@ def test_it_loads_the_least_that_is_possible(
         ]
         every = range(segments * shape.num_experts)
         if scope == "layer":
-            of_layer = {item: shape.layer_of_expert(item // segments) for item in every}
+            of_layer = {item: shape.layer_of[item // segments] for item in every}
             least = least_loads(demands, dict(enumerate(shares)), of_layer)
         else:
             least = least_loads(demands, {0: sum(shares)}, dict.fromkeys(every, 0))

@@ -81,7 +81,6 @@ def test_moe_infinity_queues_every_expert_of_half_the_layers() -> None:
     experts = np.full((1, LAYERS, 2), [6, 7])
     scores = np.zeros((1, LAYERS, EXPERTS), np.float32)
     eam.learn(History(np.array([9]), np.zeros(1, np.bool_), experts, scores))
-    eam.finish()
     first = list(eam.begin_iteration(began()))
     assert layers(first) == list(range(11))
     made = list(eam.router_ran(routed(0, [6, 7])))

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from expertly.cli.main import main
-from expertly.policies.fmoe import MapStore
-from expertly.policies.learned import read_learned
 from expertly_lab.recording import Recording
 from expertly_lab.trace.reader import Trace
 from tests.cli.asking import Captured
@@ -118,17 +116,6 @@ def test_a_temperature_draws_by_the_seed(model: Path, prompts: Path, tmp_path: P
     assert rows["greedy"] == rows["zero"]
     assert rows["first"] == rows["again"]
     assert len({json.dumps(rows[name]) for name in ("greedy", "first", "seed 0")}) == 3
-
-
-def test_it_leaves_maps_alone_unless_asked(model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
-    fmoe, stores = ("--system", "fmoe"), tmp_path / "cache" / "stores"
-    assert record(model, prompts, tmp_path / "trace", *fmoe) == 0
-    assert not list(stores.glob("*.maps"))
-    assert record(model, prompts, tmp_path / "second", *fmoe, "--learned", "auto") == 0
-    (path,) = stores.glob("*.maps")
-    assert 0 < read_learned(path, MapStore).learned.num_maps <= Trace.open(tmp_path / "second").num_rows
-    assert rows_of(tmp_path / "trace") == rows_of(tmp_path / "second")
 
 
 def test_json_full_and_a_share_of_the_prompts(model: Path, prompts: Path, tmp_path: Path, capsys: Captured):

@@ -154,7 +154,7 @@ def test_a_training_part_teaches_once_and_only_who_asks(tmp_path: Path) -> None:
         assert learning.known(SYSTEMS[system], geometry, Known()) == Known()
     assert TrainingPart(trace, []).known(SYSTEMS["expertly"], geometry, Known()) == Known()
     model = ReuseModel(ModelShape.of(geometry))
-    model.restore(taught.state())
+    model.begin_with(taught)
     for layer in range(3):
         model.observe(one_token(layer, [0, 1]))
     used = np.zeros((3, 12))

@@ -159,9 +159,8 @@ def test_predictions_and_what_comes_of_them_agree(
         predictor = engine.prefetching.predictor
     assert simulator.predictor is not None and simulator.predictor.facts() == predictor.facts()
     if isinstance(predictor, FMoE):
-        assert isinstance(simulator.predictor, FMoE) and predictor.learned.num_maps >= 4, "quotas of two requests"
-        for name, array in predictor.learned.state().items():
-            if name != "requests":  # numbered by who serves them
-                np.testing.assert_array_equal(simulator.predictor.learned.state()[name], array)
+        assert isinstance(simulator.predictor, FMoE) and predictor.store.num_maps >= 4, "quotas of two requests"
+        for name in ("born", "maps", "embeddings"):
+            np.testing.assert_array_equal(getattr(simulator.predictor.store, name), getattr(predictor.store, name))
     decode = [layer["decode"] for layer in expected]
     assert sum(each["predicted"] for each in decode) > 0 and sum(each["prefetched_in_time"] for each in decode) > 0

@@ -165,7 +165,7 @@ class Chat:
             )
         if not model.config.is_encoder_decoder:  # an encoder reads the whole conversation anew
             # A recurrent state goes on by one token at a time, or begins anew: not by a message of several.
-            is_recurrent = any(hasattr(one, "conv_states") for one in getattr(getattr(made, CACHE), "layers", ()))
+            is_recurrent = any(hasattr(layer, "conv_states") for layer in getattr(getattr(made, CACHE), "layers", ()))
             self._cache = None if is_recurrent else getattr(made, CACHE)
             self._said = made.sequences[0].tolist()
             self._cached = self._said[:-1]  # the last token was not computed with

@@ -26,7 +26,7 @@ MAIN: dict[str, Callable[..., int]] = {
     "systems": systems.run,
 }
 GROUPS: Registry[Any] = Registry(
-    "command", "expertly.commands", MAIN, lambda found: isinstance(found, typer.Typer), "a typer.Typer"
+    "command", "expertly.commands", MAIN, lambda loaded: isinstance(loaded, typer.Typer), "a typer.Typer"
 )
 """Those that ship, and the groups of installed distributions."""
 

@@ -50,12 +50,7 @@ def report(result: dict[str, Any]) -> str:
     parts += [in_brackets(f"host memory: {problem}") for problem in sorted(problems)]
     if (prediction := result["prediction"]) is not None:
         facts = [f"{name} {'-' if num is None else f'{num:.4g}'}" for name, num in prediction["predictor"].items()]
-        if prediction["maps_file"] is not None:
-            facts.append(f"learned {prediction['maps_file']} ({prediction['maps_read']} maps at the start)")
         parts += [_by_phase([phases], _PREDICTED), in_brackets(*facts)]
-    if (reuse := result["reuse"]) is not None:
-        problem = [] if reuse["problem"] is None else [reuse["problem"]]
-        parts.append(in_brackets(f"reuse: {reuse['says']}", f"{reuse['tokens']} tokens by now", *problem))
     if (allocation := result["allocation"]) is not None:
         experts = " ".join(f"{num:g}" for num in allocation["experts"])
         parts.append(in_brackets(f"experts kept by layer {experts}", f"allocation {allocation['name']}"))
@@ -76,5 +71,5 @@ def _worker(device: dict[str, Any]) -> str:
     worker = device["worker"]
     times = f"{format_seconds(worker['call_s'])}, of which {format_seconds(worker['link_s'])} on the way"
     moved = f"{format_nbytes(worker['bytes_sent'])} sent, {format_nbytes(worker['bytes_received'])} received"
-    state = f"{worker['drops']} drops" if worker["alive"] else f"dropped: {worker['problem']}"
-    return in_brackets(f"worker {device['device']}: {worker['calls']} calls in {times}", moved, state)
+    lost = [] if worker["alive"] else [f"lost: {worker['problem']}"]
+    return in_brackets(f"worker {device['device']}: {worker['calls']} calls in {times}", moved, *lost)

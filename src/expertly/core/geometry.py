@@ -143,21 +143,12 @@ class Geometry:
         """Bytes of all experts of all layers."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def segment_nbytes(self, layer: int) -> int:
-        return self.unit_nbytes[layer]
-
     def blocks_per_segment(self, layer: int) -> int:
         return self.layers[layer].num_blocks // self.segments_per_expert
 
     def expert_id(self, layer: int, expert: int) -> int:
         """Dense id of an expert over all layers."""
         return self.first_ids[layer] + expert
-
-    def first_expert_id(self, layer: int) -> int:
-        return self.first_ids[layer]
-
-    def layer_of_expert(self, expert_id: int) -> int:
-        return self.layer_of[expert_id]
 
     def layers_of_class(self, size_class: int) -> list[int]:
         return [layer for layer, its_class in enumerate(self.size_classes) if its_class == size_class]

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
-
-_MASK = (1 << 64) - 1
 
 
 class Share:
@@ -62,7 +61,7 @@ class Placement:
         held: list[list[list[int]]] = [[[] for _ in geometry.layers] for _ in weights]  # [device][layer]
         owed = [0 for _ in weights]  # experts that a device lacks, times `total`
         for layer, shape in enumerate(geometry.layers):
-            first = geometry.first_expert_id(layer)
+            first = geometry.first_ids[layer]
             for num_dealt, eid in enumerate(sorted(range(first, first + shape.num_experts), key=_hash)):
                 owed = [lack + weight for lack, weight in zip(owed, weights, strict=True)]
                 without = [device for device in devices if not held[device][layer]]
@@ -88,9 +87,5 @@ class Placement:
         return cls(geometry, nums)
 
 
-def _hash(number: int) -> int:
-    """The output function of splitmix64: a bijection of 64 bits, so that no two ids have the same."""
-    number = (number + 0x9E3779B97F4A7C15) & _MASK
-    number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-    number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _MASK
-    return number ^ number >> 31
+def _hash(number: int) -> bytes:
+    return blake2b(number.to_bytes(8, "little")).digest()

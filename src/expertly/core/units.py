@@ -58,9 +58,9 @@ def format_range(write: Callable[[float], str], low: float, high: float) -> str:
     return f"{first.removesuffix(unit)} to {last}" if unit and last.endswith(unit) else f"{first} to {last}"
 
 
-def counted(num: int, what: str) -> str:
+def counted(num: int, noun: str) -> str:
     """`1 request`, `2 requests`."""
-    return f"{num} {what}" if num == 1 else f"{num} {what}s"
+    return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
 
 
 def _digits(value: float) -> str:

@@ -31,46 +31,48 @@ from expertly.store.packed import PackedStore
 
 
 def start_workers(workers: str | int, memory: str | int, opened: ExitStack) -> Sequence[Peer]:
-    """The workers of the options `workers`, which is how many on this machine, or the address of a Ray cluster, and
-    `worker_memory`; `opened` ends them. Raises ConfigError.
+    """The workers of the option `workers`: how many on this machine, or the address of a Ray cluster. `memory`: for
+    experts in each; "auto" is what is free there. `opened` ends them. Raises ConfigError.
     """
     address = str(workers)
-    peers: Sequence[Peer]
     if not address.removeprefix("-").isdigit():
         from expertly.engine.ray_workers import start_ray_workers  # Ray is optional
 
-        peers = start_ray_workers(address, memory)
+        launches = start_ray_workers(address, memory)
     elif (num := int(address)) < 1:
         raise ConfigError(f"workers={workers!r}: accepted: a number from 1, or the address of a Ray cluster")
     elif memory == "auto":
-        raise ConfigError("worker_memory='auto': these workers share this machine's; accepted: an amount or a share")
+        raise ConfigError(
+            f"workers={num}: they share this machine's memory; accepted: with `memory`, an amount or a share for each"
+        )
     else:
-        launch = partial(LocalProcess, memory, max(1, granted_cpus() // (num + 1)))
-        peers = [Peer(f"local-{number}", HOST, launch) for number in range(1, num + 1)]
-    for peer in peers:
-        opened.callback(peer.end)
-        with _naming(peer):
-            peer.start()
+        local = partial(LocalProcess, memory, max(1, granted_cpus() // (num + 1)))
+        launches = [(f"local-{number}", HOST, local) for number in range(1, num + 1)]
+    peers = []
+    for name, host, launch in launches:
+        with _naming(name):
+            peers.append(Peer(name, host, launch))
+        opened.callback(peers[-1].end)
     return peers
 
 
 @contextmanager
-def _naming(peer: Peer) -> Iterator[None]:
+def _naming(worker: str) -> Iterator[None]:
     """Raises ConfigError naming the worker, and the reason why it is lost."""
     try:
         yield
     except LOST as error:
-        raise ConfigError(f"workers: {peer.name}: {words_of(error)}") from error
+        raise ConfigError(f"workers: {worker}: {words_of(error)}") from error
 
 
 def _ask_all(peers: Sequence[Peer], messages: Sequence[bytes]) -> list[dict[str, Any]]:
     """What each answers, all at the same time. Raises ConfigError naming a worker that does not."""
     for peer, message in zip(peers, messages, strict=True):
-        with _naming(peer):
+        with _naming(peer.name):
             peer.send(message)
     answers = []
     for peer in peers:
-        with _naming(peer):
+        with _naming(peer.name):
             answers.append(wire.parts_of(peer.receive(OPENING_S))[0])
     return answers
 
@@ -111,12 +113,11 @@ def open_workers(
         RemoteShard(
             peer,
             share,
-            opening,
-            told,
+            answer,
             partial(make_cpu_shard, peer.name, store, share, base, least_nbytes(share.geometry)),
             getattr(torch, store.manifest.dtype),
         )
-        for peer, share, opening, told in zip(peers, shares, openings, _ask_all(peers, openings), strict=True)
+        for peer, share, answer in zip(peers, shares, _ask_all(peers, openings), strict=True)
     ]
 
 
@@ -150,18 +151,18 @@ class Cluster:
         self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None, early: Early | None = None
     ) -> tuple[torch.Tensor, Waits]:
         shard, layer, is_behind = self.shard, work.router.layer, self.shard.device.queues_uses
-        own, *away = (
+        near, *away = (
             part_of(work, share.router(work.router), share.experts[layer], hidden.device)
             for share in self.placement.shares
         )
         on_host = shard.to_host(hidden).clone() if is_behind else hidden
         for remote, part in zip(self.remotes, away, strict=True):
             remote.send(part.work, on_host)
-        own_outputs, waits = shard.run_layer(own.work, hidden, routed)
+        own_outputs, waits = shard.run_layer(near.work, hidden, routed)
         outputs = torch.empty(work.num_rows, hidden.shape[1], dtype=own_outputs.dtype, device=hidden.device)
         if not work.covers_all_rows:
             outputs.zero_()
-        outputs.index_copy_(0, own.rows, own_outputs)
+        outputs.index_copy_(0, near.rows, own_outputs)
         for remote, part in zip(self.remotes, away, strict=True):
             its_outputs, waited_ns = remote.take(part.work, on_host)
             outputs.index_copy_(0, part.rows, its_outputs.to(hidden.device))
@@ -171,11 +172,11 @@ class Cluster:
 
     def layer_counters(self, layer: int) -> LayerCounters:
         """Of the shard and the workers together, but times of the layer as a whole, which are the shard's."""
-        own, total = self.shard.layer_counters(layer), LayerCounters()
-        for part in (own, *(remote.layer_counters(layer) for remote in self.remotes)):
+        near, total = self.shard.layer_counters(layer), LayerCounters()
+        for part in (near, *(remote.layer_counters(layer) for remote in self.remotes)):
             total.add(part)
         for phase in Phase:
-            total.of(phase).stall_ns, total.of(phase).expert_ns = own.of(phase).stall_ns, own.of(phase).expert_ns
+            total.of(phase).stall_ns, total.of(phase).expert_ns = near.of(phase).stall_ns, near.of(phase).expert_ns
         return total
 
     def abandon(self) -> None:

@@ -347,7 +347,7 @@ class CudaDevice:
             self._nbytes["host_hit_nbytes"] += 0 if transfer.was_read else self._span_nbytes(source)
 
     def _span_nbytes(self, span: Span) -> int:
-        return span.num_segments * self._geometry.segment_nbytes(span.layer)
+        return span.num_segments * self._geometry.unit_nbytes[span.layer]
 
     def _uses_of(self, span: Span) -> list[Any]:
         """Marks behind the kernels that read the span's slots last."""

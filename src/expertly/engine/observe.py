@@ -18,7 +18,6 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Floats, IterationInfo, Routed, Want, layer_ahead, scores_of_choices
 from expertly.engine.device import kind_of
-from expertly.engine.learned import SavedState
 from expertly.engine.runtime import Engine, Executor
 from expertly.model.hooks import saturated_half
 from expertly.model.routers import HookedRouter, find_routers
@@ -26,7 +25,6 @@ from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
 from expertly.policies.prediction import Predictor
 from expertly.scheduler.systems import System
-from expertly.store.packed import PackedStore
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -117,22 +115,25 @@ class Collector:
         self._info: IterationInfo | None = None
         self._is_real: Mask | None = None  # None: all rows are
         self._seen: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # router input [T, H], logits [T, E]
-        looks_ahead = "lookahead" in self._wants
-        self._of_tokens = {
-            layer: router.of_tokens
-            for layer, router in enumerate(routers)
-            if looks_ahead and router is not None and router.of_tokens is not None
-        }
-        deaf = {layer for layer, router in enumerate(routers) if router is None or not router.can_look_ahead}
-        self.left_out = sorted(deaf - self._of_tokens.keys()) if looks_ahead else []
+        self._of_tokens: dict[int, torch.Tensor] = {}  # choices [V, K] of layers whose router goes by the token alone
+        self.left_out: list[int] = []
         """Layers of which nothing is predicted, since nothing can ask their routers."""
-        if looks_ahead and len(deaf) == len(routers):
-            raise CannotLookAheadError(
-                f"prediction: it looks ahead, but nothing can ask the routers of layers {sorted(deaf)} to do so"
-            )
+        if "lookahead" in self._wants:
+            self._find_who_looks_ahead(routers)
         unseen = [layer for layer, router in enumerate(routers) if router is None]
         if "inputs" in self._wants and unseen:
             raise ConfigError(f"prediction: it needs the routers' inputs, which layers {unseen} do not show")
+
+    def _find_who_looks_ahead(self, routers: Sequence[HookedRouter | None]) -> None:
+        deaf = {layer for layer, router in enumerate(routers) if router is None or not router.can_look_ahead}
+        if len(deaf) == len(routers):
+            raise CannotLookAheadError(
+                f"prediction: it looks ahead, but nothing can ask the routers of layers {sorted(deaf)} to do so"
+            )
+        for layer, router in enumerate(routers):
+            if router is not None and router.of_tokens is not None:
+                self._of_tokens[layer] = router.of_tokens
+        self.left_out = sorted(deaf - self._of_tokens.keys())
 
     @property
     def is_open(self) -> bool:
@@ -262,12 +263,8 @@ class Prefetching:
     An exception of the predictor fails one pass; from then on nothing is predicted.
     """
 
-    def __init__(
-        self, executor: Executor, predictor: Predictor, collector: Collector, saved: SavedState | None = None
-    ) -> None:
-        """`saved`: the file of what the predictor learns."""
+    def __init__(self, executor: Executor, predictor: Predictor, collector: Collector) -> None:
         self.predictor = predictor
-        self.saved = saved
         self.error: Exception | None = None
         """The predictor's exception."""
         self.routed, self.left_out = collector.routed, collector.left_out
@@ -290,11 +287,7 @@ class Prefetching:
             self._prefetcher.end_iteration(ok)
 
     def close(self) -> None:
-        """Write what was learned, unless the predictor failed."""
         self._collector.detach()
-        if self.saved is not None and self.error is None:
-            self.predictor.finish()
-            self.saved.close()
 
     # -- what its prefetcher calls -----------------------------------------------------------------------------
 
@@ -321,10 +314,7 @@ class Prefetching:
 def make_prefetching(
     system: System,
     model: Any,
-    store: PackedStore,
     engine: Engine,
-    *,
-    keeps_learned: bool,
     weights: LearnedState | None = None,
 ) -> Prefetching | None:
     """The system's predictor, connected to a loaded model; None where the system does not predict. `weights`: of a
@@ -335,7 +325,7 @@ def make_prefetching(
     must see or the weights are another model's.
     """
     geometry = engine.executor.geometry
-    predictor = system.predictor(geometry, Known(given=(weights,)))
+    predictor = system.predictor(geometry, Known(items=(weights,)))
     if predictor is None:
         return None
     routers: Sequence[HookedRouter | None] = (
@@ -354,11 +344,7 @@ def make_prefetching(
             "prediction: nothing can ask the routers of layers %s early: their experts are loaded when they are chosen"
         )
         logging.getLogger("expertly").warning(said, collector.left_out)
-    saved = None
-    if keeps_learned and predictor.learned is not None:
-        width = model.get_input_embeddings().weight.shape[1]
-        saved = SavedState(predictor.learned, store, is_kept=True, embedding_size=width)
-    return Prefetching(engine.executor, predictor, collector, saved)
+    return Prefetching(engine.executor, predictor, collector)
 
 
 def embedder(model: Any) -> Embed:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hmac import compare_digest
-from multiprocessing.connection import wait
 from typing import NamedTuple
 
 _CONNECTING_S = 10.0
@@ -55,10 +54,6 @@ class Pair:
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._closing():
             return self._read(int.from_bytes(self._read(_LENGTH_NBYTES, until_s), "little"), until_s)
-
-    def has_message(self) -> bool:
-        """Whether `receive` would return or raise soon. Never waits."""
-        return bool(wait([self._socket], 0))
 
     def close(self) -> None:
         """Idempotent. A thread that waits is told, so the socket itself is closed when nobody has it."""

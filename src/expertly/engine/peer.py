@@ -43,6 +43,10 @@ class WorkerProcess(Protocol):
         """Idempotent."""
 
 
+Launch = Callable[[Address], WorkerProcess]
+"""Starts a worker that connects to this address, and does not wait."""
+
+
 class LocalProcess:
     """A WorkerProcess of this machine, which ends with this one: its connection is closed then."""
 
@@ -70,36 +74,24 @@ class LocalProcess:
 
 class Peer:
     """Carries messages to a worker and its answers back. A message is `send`, then `receive`, by one thread; others
-    wait meanwhile. All raise OSError where the worker is gone, fails to start or takes too long.
+    wait meanwhile. All raise OSError where the worker is gone, failed to start or takes too long.
     """
 
-    def __init__(self, name: str, host: str, launch: Callable[[Address], WorkerProcess]) -> None:
-        """`host`: an address of this machine, for the worker. `launch`: starts it and does not wait; raises OSError.
-        `start` is the first call.
-        """
+    def __init__(self, name: str, host: str, launch: Launch) -> None:
+        """`host`: an address of this machine, for the worker. `launch`: starts it and does not wait. Raises OSError."""
         self.name = name
-        self._host = host
-        self._launch = launch
-        self._pair: Pair | None = None
-        self._process: WorkerProcess | None = None
+        self._meeting, self._until_s = Meeting(host), time.monotonic() + OPENING_S
+        self._pair: Pair | None = None  # once the worker has connected
         self._lock = threading.Lock()  # held from a message until its answer
         self._owner = os.getpid()
+        self._process = launch(self._meeting.address)
 
-    def start(self) -> None:
-        """Start a worker, which holds nothing, in place of any that runs. Does not wait."""
-        self.close()
-        self._meeting, self._until_s = Meeting(self._host), time.monotonic() + OPENING_S
-        self._process = self._launch(self._meeting.address)
-
-    def connected(self, timeout_s: float) -> Pair | None:
-        """The connection; None: the worker is still starting."""
-        if self._pair is None:
-            self._pair = self._meeting.accept(timeout_s)
-        if self._pair is None:
-            problem = None if self._process is None else self._process.problem()
-            if problem is not None:
+    def _connected(self) -> Pair:
+        while self._pair is None:
+            self._pair = self._meeting.accept(_LOOKING_S)
+            if self._pair is None and (problem := self._process.problem()) is not None:
                 raise ConnectionError(problem)
-            if time.monotonic() > self._until_s:
+            if self._pair is None and time.monotonic() > self._until_s:
                 raise TimeoutError
         return self._pair
 
@@ -108,36 +100,21 @@ class Peer:
         if not self._lock.acquire(timeout=timeout_s):
             raise TimeoutError
         try:
-            while (pair := self.connected(_LOOKING_S)) is None:
-                pass
-            pair.send(message, _SENDING_S)
+            self._connected().send(message, _SENDING_S)
         except BaseException:
             self._lock.release()
             raise
 
-    def has_answer(self) -> bool:
-        """Whether `receive` need not wait."""
-        return self._pair is None or self._pair.has_message()
-
     def receive(self, timeout_s: float) -> bytes:
         """The answer. A worker that does not give it in time can be asked no more."""
         try:
-            pair = self._pair
-            if pair is None:
-                raise ConnectionError("it was ended")
-            return pair.receive(timeout_s)
+            return self._connected().receive(timeout_s)
         finally:
             self._lock.release()
 
     def end(self) -> None:
-        """End the worker for good; the connection that a forked process shares is not its to end. Idempotent."""
+        """End the worker; the connection that a forked process shares is not its to end. Idempotent."""
         if os.getpid() == self._owner:
-            self.close()
-
-    def close(self) -> None:
-        """End the worker that runs. Idempotent."""
-        pair, self._pair = self._pair, None
-        if pair is not None:
-            pair.close()
-        if self._process is not None:
+            if self._pair is not None:
+                self._pair.close()
             self._process.end()

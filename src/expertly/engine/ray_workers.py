@@ -11,7 +11,7 @@ from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.engine.pair import Address
-from expertly.engine.peer import Peer
+from expertly.engine.peer import Launch
 from expertly.engine.worker import serve
 
 try:
@@ -24,9 +24,9 @@ except ImportError as error:
     ) from error
 
 
-def start_ray_workers(address: str, memory: str | int) -> Sequence[Peer]:
-    """One on each other machine of the cluster at this address, which this process stays in until it ends, as in one
-    that it was in before. Raises ConfigError.
+def start_ray_workers(address: str, memory: str | int) -> Sequence[tuple[str, str, Launch]]:
+    """Name, this machine's address and how to start it, of one worker on each other machine of the cluster at this
+    address, which this process stays in until it ends, as in one that it was in before. Raises ConfigError.
     """
     if not ray.is_initialized():
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -45,7 +45,7 @@ def start_ray_workers(address: str, memory: str | int) -> Sequence[Peer]:
         raise ConfigError(f"workers={address!r}: the cluster has no other machine; {more}")
     hosts = [host for host, _ in nodes]
     return [
-        Peer(
+        (
             host if hosts.count(host) == 1 else f"{host} {node[:6]}",
             ray.util.get_node_ip_address(),
             partial(RayProcess, node, memory),
@@ -83,6 +83,6 @@ class RayProcess:
 
 def _line(error: BaseException) -> str:
     """Ray's first line, and the last that names an exception: a task that cannot start says its cause there."""
-    first, *others = str(error).strip().splitlines() or [""]
-    causes = [line.strip() for line in others if re.match(r"\s*[\w.]*(Error|Exception): ", line)]
+    first, *rest = str(error).strip().splitlines() or [""]
+    causes = [line.strip() for line in rest if re.match(r"\s*[\w.]*(Error|Exception): ", line)]
     return f"{type(error).__name__}: {' '.join([first, *causes[-1:]])}"

@@ -18,8 +18,8 @@ from expertly.core.resources import cpu_name
 from expertly.core.units import format_nbytes
 from expertly.core.untrusted import OWN_FILE, Bounds, read_as
 from expertly.engine.device import kind_of
-from expertly.engine.learned import AUTO, find_weights
 from expertly.engine.memory import MemoryRequest, divide
+from expertly.engine.weights import AUTO, find_weights
 from expertly.scheduler.systems import BASE_SYSTEM, SYSTEMS, default_system, get_runnable
 from expertly.store.cache import learned_beside, mark_of
 from expertly.store.packed import PackedStore

@@ -1,8 +1,8 @@
 """Experts in other machines' memory: the engine's side of a worker (`worker.py`).
 
 A token's hidden state is kilobytes where an expert is megabytes: rows go to the worker, and its experts' outputs come
-back, as the same kernels make them here. A worker that dies, fails or passes its deadline is ended: its experts are
-computed here from the store, through staging slots, until a new one holds them.
+back, as the same kernels make them here. A worker that dies, fails or passes its deadline is ended: from then on its
+experts are computed here from the store, through staging slots.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from expertly.core.errors import ExpertlyError, TransferError
 from expertly.core.placement import Share
 from expertly.engine import wire
 from expertly.engine.compute import Dispatch
-from expertly.engine.peer import OPENING_S, Peer
+from expertly.engine.peer import Peer
 from expertly.engine.shard import Shard
 from expertly.scheduler.counters import LayerCounters
 
@@ -34,9 +34,6 @@ _STATS_S = 2.0
 
 _LEAST_WAIT_S = 1e-4
 """A shorter wait for an answer is none: it was there."""
-
-_AGAIN_S = 5.0
-"""Pause before an attempt to replace a dropped worker."""
 
 LOST = (OSError, wire.WorkerFailedError)
 """What messages to a worker raise that is dead, fails or does not answer."""
@@ -56,31 +53,27 @@ class RemoteShard:
         self,
         peer: Peer,
         share: Share,
-        opening: bytes,
-        told: dict[str, Any],
+        said: dict[str, Any],
         make_standby: Callable[[], Shard],
         dtype: torch.dtype,
     ) -> None:
-        """`opening`: the message by which the worker holds these experts, which it answered by `told`. `make_standby`:
-        a shard for the same experts in this process, in as little memory as works.
+        """`said`: what the worker said of itself when it held these experts. `make_standby`: a shard for the same
+        experts in this process, in as little memory as works.
         """
         self.share = share
         self.problem: str | None = None
         """Why the worker was dropped; None while it computes."""
-        self.told = told
+        self.told = said
         """What the worker said last of itself: see `ExpertWorker`."""
         self._peer = peer
-        self._opening = opening
         self._make_standby = make_standby
-        self._standby: Shard | None = None  # made when the worker is first dropped
+        self._standby: Shard | None = None  # made when the worker was dropped
         self._modules: Sequence[nn.Module] = ()
         self._dtype = dtype
         self._begins = False  # a pass began, and the worker was sent no layer of it
         self._sent_s: float | None = None  # when it was sent the layer that runs
         self._counts: Counter[str] = Counter()  # *_ns: where `take` waited, from sending rows until outputs are here
         self._is_told_old = False
-        self._past = [LayerCounters() for _ in share.geometry.layers]  # of workers that died
-        self._returning: Iterator[None] = iter(())  # steps of replacing a worker that was dropped
 
     def bind(self, modules: Sequence[nn.Module]) -> None:
         """The model's experts modules, in layer order, for computing here."""
@@ -95,10 +88,8 @@ class RemoteShard:
     # -- a pass ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A forward pass begins: a worker that was dropped may be replaced. Never waits."""
+        """A forward pass begins."""
         self._begins = True
-        if self.problem is not None:
-            next(self._returning, None)
 
     def send(self, work: Dispatch, hidden: torch.Tensor) -> None:
         """Ask the worker for its rows of a layer. `hidden` [T, H] is in host memory."""
@@ -158,42 +149,12 @@ class RemoteShard:
             self._standby.abandon()
 
     def _drop(self, error: Exception) -> None:
-        """End the worker; its experts are computed here until another one holds them."""
+        """End the worker; its experts are computed here from now on."""
         self.problem = words_of(error)
-        self._counts["drops"] += 1
-        _log.warning(
-            "worker %s was lost: %s; its experts are computed here until it is back", self._peer.name, self.problem
-        )
-        self._peer.close()
+        _log.warning("worker %s was lost: %s; its experts are computed here now", self._peer.name, self.problem)
+        self._peer.end()
         device = {**self.told["device"], "resident_bytes": 0}
         self.told = {**self.told, "device": device, "resident": [0] * self.share.geometry.num_experts}
-        self._returning = self._return()
-
-    def _return(self) -> Iterator[None]:
-        """Replace the worker; yields where it would have to wait."""
-        while self.problem is not None:
-            until_s = time.monotonic() + _AGAIN_S
-            yield
-            while time.monotonic() < until_s:
-                yield
-            try:
-                self._peer.start()
-                while self._peer.connected(0) is None:
-                    yield
-                self._peer.send(self._opening)
-                until_s = time.monotonic() + OPENING_S
-                while not self._peer.has_answer() and time.monotonic() < until_s:
-                    yield
-                told = wire.parts_of(self._peer.receive(_STATS_S if self._peer.has_answer() else 0.0))[0]
-            except LOST as error:
-                self.problem = words_of(error)
-                self._peer.close()
-                continue
-            for past, layer in zip(self._past, self.told["layers"], strict=True):
-                past.add(LayerCounters.from_dict(layer))
-            self.told, self.problem = told, None
-            self._counts["joins"] += 1
-            _log.info("worker %s is back", self._peer.name)
 
     # -- statistics, for any thread ----------------------------------------------------------------------------
 
@@ -209,7 +170,7 @@ class RemoteShard:
 
     def facts(self) -> dict[str, Any]:
         """For results: the state of the worker and of the way to it. Times are of the calls that a layer waited for."""
-        counts, names = self._counts, ("drops", "joins", "calls", "bytes_sent", "bytes_received")
+        counts, names = self._counts, ("calls", "bytes_sent", "bytes_received")
         return {
             "alive": self.problem is None,
             "problem": self.problem,
@@ -223,7 +184,6 @@ class RemoteShard:
         with a worker that dies.
         """
         total = LayerCounters.from_dict(self.told["layers"][layer])
-        total.add(self._past[layer])
         if (standby := self._standby) is not None:
             total.add(standby.layer_counters(layer))
         return total

@@ -28,7 +28,6 @@ from expertly.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from expertly.engine.cluster import Cluster
     from expertly.engine.cuda import CudaDevice
-    from expertly.engine.learned import SavedState
     from expertly.engine.observe import Prefetching
     from expertly.engine.shard import Shard
 
@@ -84,7 +83,6 @@ class Engine:
         """This machine's part of it."""
         self.observer: Observer | None = None
         self.prefetching: Prefetching | None = None
-        self.reuse: SavedState | None = None
         self.num_passes = dict.fromkeys(Phase, 0)
         self.num_tokens = dict.fromkeys(Phase, 0)
         self._damage = damage
@@ -262,9 +260,7 @@ class Engine:
         self._is_stopped = True
 
     def close(self) -> None:
-        """Free threads, files and memory; write what was learned. Idempotent. In a forked child nothing is closed
-        or written.
-        """
+        """Free threads, files and memory. Idempotent. In a forked child nothing is closed."""
         if self._is_closed:
             return
         self._is_closed = self._is_stopped = True
@@ -272,8 +268,6 @@ class Engine:
             return
         with contextlib.ExitStack() as closing:  # closes the last first, and all of them even if one raises
             closing.callback(self.executor.close)
-            if self.reuse is not None:
-                closing.callback(self.reuse.close)
             if self.prefetching is not None:
                 closing.callback(self.prefetching.close)
 

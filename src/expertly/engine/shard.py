@@ -136,7 +136,7 @@ class Shard:
         compute = self._layers[layer]
         if compute.slots is None or compute.norm is not None or len(hidden) > EARLY_TOKENS:
             return None
-        first = self.geometry.first_expert_id(layer)
+        first = self.geometry.first_ids[layer]
         spans = self.scheduler.cache.whole[first : first + self.geometry.layers[layer].num_experts]
         if not any(spans):
             return None
@@ -152,7 +152,7 @@ class Shard:
         scheduler = self.scheduler
         if self.device.queues_uses or self.times is not None or scheduler.allocation.is_online:
             return None
-        first, slots = self.geometry.first_expert_id(layer), scheduler.cache.first_slot
+        first, slots = self.geometry.first_ids[layer], scheduler.cache.first_slot
         table = slots.buffer_info()[0] + first * slots.itemsize
         return self._layers[layer].chosen(table, self.geometry.layers[layer].num_experts, tensors)
 

@@ -57,7 +57,6 @@ class Stats:
             "stall_s": sum(phase.stall_ns for phase in totals.values()) / 1e9,
             "allocation": _allocation_over(device["allocation"] for device in devices),
             "prediction": None if engine.prefetching is None else _of_prediction(engine.prefetching),
-            "reuse": None if engine.reuse is None else engine.reuse.facts(),
             **{name: sum(device.get(name, 0) for device in devices) for name in moved},
             "synchronisations_per_pass": _per_pass(engine, moved.get("synchronisations")),
             "devices": devices,
@@ -97,17 +96,11 @@ def _totals(layers: Iterable[LayerCounters]) -> dict[Phase, PhaseCounters]:
 
 
 def _of_prediction(prefetching: Prefetching) -> dict[str, Any]:
-    """Facts of the predictor and its file."""
-    saved, error = prefetching.saved, prefetching.error
-    was_read = saved is not None and saved.num_read > 0
+    error = prefetching.error
     return {
         "predictor": prefetching.predictor.facts(),
         "failed": None if error is None else f"{type(error).__name__}: {error}",
-        "history": ("warm" if was_read else "cold") if prefetching.predictor.is_taught() else None,
-        "maps_file": None if saved is None else str(saved.path),
-        "maps_read": 0 if saved is None else saved.num_read,
         "layers_left_out": prefetching.left_out,
-        "maps_problem": None if saved is None else saved.problem,
     }
 
 

@@ -107,7 +107,7 @@ class ExpertWorker:
                 f"its messages are of version {wire.VERSION}, the engine's of {asked['version']}; install the same "
                 "expertly on all machines"
             )
-        nbytes = parse_memory(self._memory, asked["expert_nbytes"], "worker_memory")
+        nbytes = parse_memory(self._memory, asked["expert_nbytes"], "memory")
         return available_host_nbytes() * (100 - SPARED_PERCENT) // 100 if nbytes is None else nbytes
 
     def _open(self, asked: Mapping[str, Any]) -> None:

@@ -94,9 +94,7 @@ def measured_speed(profile: MachineProfile, needs: ModelNeeds, loading: api.Prog
     as by `expertly.load`. Raises ConfigError where the profile lacks the disk.
     """
     disk, device = profile.storage, profile.devices[0] if profile.devices else None
-    model, tokenizer = api.load(
-        system="resident", learned="off", device=device.device if device else "cpu", progress=loading
-    )
+    model, tokenizer = api.load(system="resident", device=device.device if device else "cpu", progress=loading)
     try:
         inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False).to(model.device)
         times_ns = []

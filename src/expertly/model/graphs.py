@@ -170,8 +170,8 @@ class Forms:
         return self._of_kind[kind]
 
     def give_up(self, graphs: LayerGraphs) -> None:
-        for kind, others in self._of_kind.items():
-            if others is graphs:
+        for kind, existing in self._of_kind.items():
+            if existing is graphs:
                 self._of_kind[kind] = None
 
 

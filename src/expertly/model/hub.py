@@ -130,9 +130,11 @@ class HubModel:
         repository, _ = split_name(name)
         with hub_errors(name):
             info = HfApi().model_info(repository, files_metadata=True)
-        found = info.siblings or ()
-        large = {file.rfilename: file.lfs.sha256 for file in found if file.lfs and _SHA256.fullmatch(file.lfs.sha256)}
-        return cls._of(repository, info.sha or "", {file.rfilename: file.size or 0 for file in found}, large)
+        siblings = info.siblings or ()
+        large = {
+            file.rfilename: file.lfs.sha256 for file in siblings if file.lfs and _SHA256.fullmatch(file.lfs.sha256)
+        }
+        return cls._of(repository, info.sha or "", {file.rfilename: file.size or 0 for file in siblings}, large)
 
     @classmethod
     def look_up(cls, name: str) -> HubModel:

@@ -77,14 +77,14 @@ class Stack:
         return iter([partial(call, layers, before, number) for number in range(len(layers))])
 
     def _watch(
-        self, layers: list[nn.Module], given: list[Any], number: int, hidden: torch.Tensor, *args: Any, **kwargs: Any
+        self, layers: list[nn.Module], outputs: list[Any], number: int, hidden: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """`given`: what the layer before gave, if there is one."""
-        self._is_known &= not args and (not number or hidden is given.pop())
-        given.append(layers[number](hidden, *args, **kwargs))
+        """`outputs`: what the layer before gave, if there is one."""
+        self._is_known &= not args and (not number or hidden is outputs.pop())
+        outputs.append(layers[number](hidden, *args, **kwargs))
         if number == len(layers) - 1:
             self._num_seen += _are_few(hidden)
-        return given[0]
+        return outputs[0]
 
     def _call(
         self, layers: list[nn.Module], calls: list[dict[str, Any]], number: int, hidden: torch.Tensor, **kwargs: Any

@@ -159,8 +159,8 @@ class StoredWeight(torch.Tensor):
 
     @classmethod
     def like(cls, weight: torch.Tensor, device: torch.device | None = None) -> StoredWeight:
-        one = torch.empty(1, dtype=weight.dtype, device=device or weight.device)
-        return one.expand(weight.shape).as_subclass(cls)  # type: ignore[no-any-return, attr-defined]
+        number = torch.empty(1, dtype=weight.dtype, device=device or weight.device)
+        return number.expand(weight.shape).as_subclass(cls)  # type: ignore[no-any-return, attr-defined]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -33,9 +33,9 @@ class Allocation(Policy, ABC):
         self.geometry = geometry
 
     @classmethod
-    def make(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> Allocation:
+    def make(cls, geometry: Geometry, known: Known = NOTHING, texts: Mapping[str, str] = NO_OPTIONS) -> Allocation:
         """One with these options, as the user wrote them. Raises ConfigError."""
-        return cls(geometry, cls.parse(given), known)
+        return cls(geometry, cls.parse(texts), known)
 
     @abstractmethod
     def quotas(self, kept_slots: Sequence[int]) -> list[int]:

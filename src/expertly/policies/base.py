@@ -1,4 +1,4 @@
-"""The base of all policies: a name, a family, options with types, defaults, bounds and help, and what a policy learns.
+"""The base of all policies: a name, a family, options with types, defaults, bounds and help.
 
 Options are a frozen dataclass whose fields are made by `option`. Users write them as `key=value`.
 """
@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.policies.known import RoutingObserver
-from expertly.policies.learned import LearnedState
 
 T = TypeVar("T")
 
@@ -59,45 +58,38 @@ class Policy:
     """Which part of a system it is: "eviction", "prediction", ..."""
     options: ClassVar[type[Any]] = PolicyOptions
     """A dataclass of bool, int, float, str, Path or Literal fields, or of one of them or None."""
-    learns: ClassVar[type[LearnedState] | None] = None
-    """The class of what it learns while it runs and a file keeps; then it has `learned`."""
 
     @classmethod
-    def parse(cls, given: Mapping[str, str], where: str = "") -> Any:
+    def parse(cls, texts: Mapping[str, str], beginning: str = "") -> Any:
         """The options, from what the user wrote. Raises ConfigError naming the key, its value and what is accepted;
-        `where` begins its message.
+        `beginning` is that of its message.
         """
-        return parse_options(cls.options, given, where or f"{cls.family}={cls.name or cls.__name__!r}")
+        return parse_options(cls.options, texts, beginning or f"{cls.family}={cls.name or cls.__name__!r}")
 
     @classmethod
     def training(cls, geometry: Geometry) -> RoutingObserver | None:
-        """What watches the training part of a trace for it, and is then in `Known.given`; None: nothing does."""
-        return None
-
-    @property
-    def learned(self) -> LearnedState | None:
-        """Its learned state, of the class `learns`; None where nothing is kept in a file."""
+        """What watches the training part of a trace for it, and is then in `Known.items`; None: nothing does."""
         return None
 
 
-def parse_options(kind: type[T], given: Mapping[str, str], where: str) -> T:
-    """Make `kind`, an options dataclass, from texts; options that are not given have their defaults. `where` begins
-    messages. Raises ConfigError naming the key, its value and what is accepted.
+def parse_options(kind: type[T], texts: Mapping[str, str], beginning: str) -> T:
+    """Make `kind`, an options dataclass, from texts; options that are not there have their defaults. `beginning` is
+    that of messages. Raises ConfigError naming the key, its value and what is accepted.
     """
     accepted = {key.name: key for key in fields(kind) if key.init}  # type: ignore[arg-type]
     types_of = get_type_hints(kind)
     values: dict[str, Any] = {}
-    for key, text in given.items():
+    for key, text in texts.items():
         if key not in accepted:
             names = f"accepted: {', '.join(accepted)}" if accepted else "there are none"
-            raise ConfigError(f"{where}: option {key!r}: unknown; {names}")
-        values[key] = _parsed(types_of[key], text, f"{where}: {key}={text!r:.80}")
+            raise ConfigError(f"{beginning}: option {key!r}: unknown; {names}")
+        values[key] = _parsed(types_of[key], text, f"{beginning}: {key}={text!r:.80}")
     try:
         for key, value in values.items():  # of any dataclass, not of PolicyOptions alone
             check_bounds(accepted[key], value)
         return kind(**values)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{beginning}: {error}") from None
 
 
 def option_names(kind: type[Any]) -> list[str]:

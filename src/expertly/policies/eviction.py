@@ -31,28 +31,28 @@ class EvictionPolicy(Policy, ABC):
     is_sized: ClassVar[bool] = False  # it depends on the capacity that it was made for, which must not change then
 
     @classmethod
-    def of_model(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
+    def of_model(cls, geometry: Geometry, known: Known = NOTHING, texts: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
         """A function that makes the policies of all caches of one model, with options as the user wrote them. Raises
         ConfigError where an option is wrong, or `known` lacks what the policy needs.
         """
-        options = cls.parse(given)
+        options = cls.parse(texts)
 
         def make(capacity: int, layers: Sequence[int]) -> EvictionPolicy:
             popularity = known.popularity
             if len(layers) < geometry.num_layers:
-                popularity = {e: num for e, num in popularity.items() if geometry.layer_of_expert(e) in layers}
+                popularity = {e: num for e, num in popularity.items() if geometry.layer_of[e] in layers}
             return cls.for_cache(geometry, capacity, replace(known, popularity=popularity), options)
 
         return make
 
     @classmethod
     def make(
-        cls, geometry: Geometry, capacity: int, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS
+        cls, geometry: Geometry, capacity: int, known: Known = NOTHING, texts: Mapping[str, str] = NO_OPTIONS
     ) -> EvictionPolicy:
         """The policy of a model's only cache. Raises ConfigError where an option is wrong, or `known` lacks what it
         needs.
         """
-        return cls.of_model(geometry, known, given)(capacity, range(geometry.num_layers))
+        return cls.of_model(geometry, known, texts)(capacity, range(geometry.num_layers))
 
     @classmethod
     def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> EvictionPolicy:

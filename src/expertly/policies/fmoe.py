@@ -18,9 +18,8 @@ from expertly.core.observation import Began, Floats, History, Routed, Want
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.eviction import DenseScoredPolicy
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import MAX_CAPACITY, MAX_NBYTES, Arrays, LearnedState, ModelShape, Sizes, Tensor
+from expertly.policies.learned import MAX_CAPACITY, MAX_NBYTES, ModelShape
 from expertly.policies.prediction import Predictor, distance_in
-from expertly.policies.prefetch import PrefetchOrder
 from expertly.policies.similarity import TIE, RunningCosines, inverse_root
 
 Slots = npt.NDArray[np.intp]
@@ -28,26 +27,15 @@ Requests = npt.NDArray[np.int64]
 
 # -- 4.1, 4.4: expert maps and their store ----------------------------------------------------------------------------
 
-MAX_EMBEDDING = 1 << 20
 MAX_REDUNDANCIES = 1 << 22  # redundancy scores that are held at a time
-_ROUNDING = 1e-3  # how far above 1 probabilities, and numbers of embeddings, of a file may be
 
 
-class MapStore(LearnedState):
+class MapStore:
     """Maps of up to `capacity` iterations. Rows below `num_maps` are filled; callers must not write the arrays.
 
     `semantic_weight` is d/L of the redundancy score, from 0 to 1; `quota` is the share of the capacity that one request
     may fill, above 0 up to 1. Raises ConfigError where it would not fit into memory.
     """
-
-    kind = "maps"
-    unit = "maps"
-    tensors = {  # noqa: RUF012 - of C maps
-        "born": Tensor("I64", "C", 0, 1 << 53),
-        "requests": Tensor("I64", "C", -(1 << 53), 1 << 53),
-        "maps": Tensor("F32", "LCE", 0, 1 + _ROUNDING),
-        "embeddings": Tensor("F32", "CH", -1 - _ROUNDING, 1 + _ROUNDING, is_optional=True),
-    }
 
     def __init__(
         self, shape: ModelShape, capacity: int = 1000, *, semantic_weight: float = 0.0, quota: float = 0.125
@@ -57,7 +45,7 @@ class MapStore(LearnedState):
             raise ConfigError(f"capacity={capacity}: maps of {nbytes} bytes; at most {MAX_NBYTES} are accepted")
         self.shape, self.capacity, self.semantic_weight = shape, capacity, semantic_weight
         self.max_of_request = max(1, int(quota * capacity))
-        self.num_maps = self.generation = 0  # `generation` counts changes
+        self.num_maps = 0
         # Zeroed pages take no memory before they are written to.
         self.maps: Floats = np.zeros((shape.num_layers, capacity, shape.max_experts), np.float32)  # [L, C, E]
         self.squares: Floats = np.zeros((shape.num_layers, capacity), np.float32)  # [L, C] squared length of a layer
@@ -87,7 +75,6 @@ class MapStore(LearnedState):
             redundancy = self._redundancy(scores[block], unit, search if len(block) == len(requests) else None)
             slots, places = self._place(requests[block], redundancy)
             self._write(slots, scores[block[places]], None if unit is None else unit[places])
-        self.generation += 1
 
     def _redundancy(self, scores: Floats, embedding: Floats | None, search: Search | None) -> Floats:
         """RDY: d/L of the semantic and (L - d)/L of the trajectory similarity of new maps to the stored ones, then to
@@ -141,32 +128,6 @@ class MapStore(LearnedState):
         self.squares[:, slots] = np.einsum("tle,tle->lt", scores, scores)
         if self.embeddings is not None:
             self.embeddings[slots] = 0.0 if embedding is None else embedding
-
-    @property
-    def num_learned(self) -> int:
-        return self.num_maps
-
-    def sizes(self) -> Sizes:
-        return {"C": (0, self.capacity), "H": (1, MAX_EMBEDDING)}
-
-    def state(self) -> dict[str, npt.NDArray[Any]]:
-        """The filled part: born [n], requests [n], maps [L, n, E], and embeddings [n, H] if any."""
-        n = self.num_maps
-        embeddings = {} if self.embeddings is None else {"embeddings": self.embeddings[:n]}
-        return {"born": self.born[:n], "requests": self.requests[:n], "maps": self.maps[:, :n], **embeddings}
-
-    def restore(self, arrays: Arrays) -> None:
-        """Requests are numbered down from -1, so that none is a number that a running model counts up from 0."""
-        n = len(arrays["requests"])
-        assert not self.num_maps and n <= self.capacity
-        _, ranks = np.unique(arrays["requests"], return_inverse=True)
-        if "embeddings" in arrays:
-            self.embeddings = np.zeros((self.capacity, arrays["embeddings"].shape[1]), np.float32)
-        self._write(np.arange(n), arrays["maps"].transpose(1, 0, 2), arrays.get("embeddings"))
-        self.requests[:n] = -1 - ranks.reshape(-1)
-        self.born[:n] = arrays["born"]
-        self.num_maps = n
-        self._num_added = int(self.born[:n].max(initial=-1)) + 1
 
 
 # -- 4.2: expert map search, equations 4 and 5 ------------------------------------------------------------------------
@@ -252,7 +213,6 @@ class FMoE(Predictor):
 
     name = "fmoe"
     options = FMoEOptions
-    learns = MapStore
 
     def __init__(
         self, geometry: Geometry, distance: int = 1, options: FMoEOptions = FMoEOptions(), known: Known = NOTHING
@@ -266,17 +226,13 @@ class FMoE(Predictor):
         self._pass: _MatchedPass | None = None
         self._matched = {"semantic": (0, 0.0), "trajectory": (0, 0.0)}  # rows matched, sum of their scores
         weight = self._distance / self._shape.num_layers
-        self._store = MapStore(self._shape, options.capacity, semantic_weight=weight)
-        self._search = Search(self._store, 0)
-
-    @property
-    def learned(self) -> MapStore:
-        return self._store
+        self.store = MapStore(self._shape, options.capacity, semantic_weight=weight)
+        self._search = Search(self.store, 0)
 
     def begin_iteration(self, began: Began) -> Iterator[Prediction]:
         """Semantic search."""
         now = self._pass = _MatchedPass(began, self._shape, self._max_rows, has_embedding=self._options.semantic)
-        self._search = Search(self._store, len(now.requests))
+        self._search = Search(self.store, len(now.requests))
         if now.embedding is None or not len(now.requests):
             return iter(())
         return self._predict(now, "semantic", self._search.semantic(now.embedding), now.layers[: self._distance], -1)
@@ -302,18 +258,18 @@ class FMoE(Predictor):
         """Add the pass's maps, if it ended well and every layer of its stack was seen."""
         now, self._pass = self._pass, None
         if now is not None and ok and now.num_seen == len(now.layers) > 0:
-            self._store.add(now.scores, now.requests, now.embedding, self._search)
+            self.store.add(now.scores, now.requests, now.embedding, self._search)
 
     def learn(self, history: History) -> None:
         """Add the maps of these rows, as if their passes had run here, one by one."""
         embedding = history.embedding if self._options.semantic else None
-        self._store.add(history.scores, history.requests, embedding)
+        self.store.add(history.scores, history.requests, embedding)
 
     def facts(self) -> dict[str, int | float | None]:
         """`maps` of `capacity`; rows matched (`semantic_searches`, `trajectory_searches`) and the mean similarity of
         their matches.
         """
-        facts: dict[str, int | float | None] = {"maps": self._store.num_maps, "capacity": self._store.capacity}
+        facts: dict[str, int | float | None] = {"maps": self.store.num_maps, "capacity": self.store.capacity}
         for kind, (count, total) in self._matched.items():
             facts |= {f"{kind}_searches": count, f"{kind}_score": total / count if count else None}
         return facts
@@ -324,13 +280,13 @@ class FMoE(Predictor):
         """Predict these layers from the nearest maps; `layer` ran last. What they have nothing of is left out."""
         if cosines is None or not layers:
             return
-        has_layer = self._store.squares[layers.start, : self._search.num_stored] > 0  # of two stacks a map has one
+        has_layer = self.store.squares[layers.start, : self._search.num_stored] > 0  # of two stacks a map has one
         if not has_layer.any():
             return
         slots, similar = self._search.nearest(cosines if has_layer.all() else np.where(has_layer, cosines, -np.inf))
         count, total = self._matched[kind]
         self._matched[kind] = count + len(similar), total + float(np.sum(similar))
-        rows = self._store.maps[layers.start : layers.stop, slots]  # [layers, T, E]
+        rows = self.store.maps[layers.start : layers.stop, slots]  # [layers, T, E]
         top_k = self._top_k[layers.start : layers.stop, None]
         selected = select(rows, similar, top_k, self._options.select)
         named, probabilities = np.where(selected, rows, 0.0).max(axis=1), rows.max(axis=1)
@@ -373,7 +329,7 @@ def by_falling(named: Floats) -> list[tuple[list[int], list[float]]]:
     return [(ids[:num], row[:num]) for ids, row, num in zip(order.tolist(), falling, counts, strict=True)]
 
 
-# -- 4.5: eviction and prefetch priorities ----------------------------------------------------------------------------
+# -- 4.5: eviction (prefetch priorities are in scheduler/prefetch.py) --------------------------------------------------
 
 LEAST = 1e-6  # the least p, and the p of layers without a map, where frequency alone decides
 
@@ -404,13 +360,3 @@ class FMoEEviction(DenseScoredPolicy):
 
     def all_scores(self) -> npt.NDArray[np.float64]:
         return self._probability * self._frequency
-
-
-class ByProximity(PrefetchOrder):
-    """The highest p / (l - l_now) first, for scores that are probabilities (fMoE, section 4.5)."""
-
-    name = "proximity"
-    needs_probabilities = True
-
-    def priority(self, score: float, layers_to_go: int) -> float:
-        return score / layers_to_go

@@ -26,15 +26,15 @@ class Known:
     popularity: Mapping[int, int] = field(default_factory=dict)  # tokens that each expert served in a training part
     seed: int = 0
     future: Any = None  # the demands to come, which only simulations have (expertly_lab.sim.future)
-    given: tuple[object, ...] = ()  # anything else, told apart by its class: trained weights, what an observer saw, ...
+    items: tuple[object, ...] = ()  # anything else, told apart by its class: trained weights, what an observer saw, ...
 
     def get(self, kind: type[T]) -> T | None:
         """The first thing of this class that was given; None: there is none."""
-        return next((item for item in self.given if isinstance(item, kind)), None)
+        return next((item for item in self.items if isinstance(item, kind)), None)
 
     def giving(self, *more: object) -> Known:
         """A copy with more behind what was given."""
-        return replace(self, given=(*self.given, *more))
+        return replace(self, items=(*self.items, *more))
 
 
 NOTHING = Known()

@@ -1,5 +1,5 @@
-"""What policies learn, and the one file format that keeps it: safetensors, whose header says of which kind and model it
-is. A file is read as hostile input: its header is checked before memory is allocated for what it names.
+"""The weights of predictors that are trained on a trace, and their file: safetensors, whose header says of which kind
+and model it is. A file is read as hostile input: its header is checked before memory is allocated for what it names.
 """
 
 from __future__ import annotations
@@ -84,26 +84,20 @@ class Tensor(NamedTuple):
     dims: str  # a letter each: L layers, E experts of the largest layer, others as `sizes` says
     least: float  # of its numbers
     most: float
-    is_optional: bool = False
 
 
 class LearnedState(ABC):
-    """What a policy learned, as arrays that a file can keep. One class a kind, which can be made with a `ModelShape`
-    alone, and then restored.
+    """What was learned on a trace, as arrays that a file can keep. One class a kind, which can be made with a
+    `ModelShape` alone, and then restored.
     """
 
     kind: ClassVar[str]  # a file's `format` is "expertly-KIND"; beside a store its file is called so
-    unit: ClassVar[str]  # what `num_learned` counts
+    unit: ClassVar[str]  # what it has several of, in messages
     made_by: ClassVar[str] = ""  # the command that makes such a file of a trace, if there is one
     tensors: ClassVar[Mapping[str, Tensor]]  # by name, in file order
 
     shape: ModelShape
-    generation: int = 0  # changes when the state changes
     hidden_size: int = 0  # the largest router input that it is made for; 0: it looks at none
-
-    @property
-    @abstractmethod
-    def num_learned(self) -> int: ...
 
     @abstractmethod
     def state(self) -> dict[str, Array]:
@@ -139,7 +133,7 @@ def save_learned(path: Path, learned: LearnedState, identity: str, about: Mappin
     """
     state, tensors = learned.state(), learned.tensors
     _check_numbers(path, tensors, state)
-    arrays = {name: np.ascontiguousarray(state[name], _NUMPY[tensors[name].dtype]) for name in tensors if name in state}
+    arrays = {name: np.ascontiguousarray(state[name], _NUMPY[tensors[name].dtype]) for name in tensors}
     texts = {"shape": asdict(learned.shape), "about": dict(about or {})}
     metadata = {"format": f"expertly-{learned.kind}", "version": str(VERSION), "identity": identity}
     metadata |= {name: json.dumps(value, separators=(",", ":"), allow_nan=False) for name, value in texts.items()}
@@ -150,12 +144,9 @@ def save_learned(path: Path, learned: LearnedState, identity: str, about: Mappin
             file.write(array.reshape(-1).view(np.uint8).data)
 
 
-def read_learned(
-    path: Path, *accepted: type[AnyState] | AnyState, identity: str | None = None, sizes: Sizes | None = None
-) -> LearnedFile[AnyState]:
-    """Read and check everything, and restore the state of the file's kind: one of `accepted`, or of a class among these
-    one that is made for the model that the file names. `identity`: the model's, None for any; `sizes`: of the model, in
-    place of the state's own.
+def read_learned(path: Path, *accepted: type[AnyState], identity: str | None = None) -> LearnedFile[AnyState]:
+    """Read and check everything, and restore the state of the file's kind, one of `accepted`, for the model that the
+    file names. `identity`: the model's, None for any.
 
     Raises StoreError naming the file, the field, its value and what is accepted: a file that is missing, truncated, of
     another kind, version or model, or that holds what the state cannot have learned.
@@ -171,7 +162,7 @@ def read_learned(
             learned = _made_for(path, texts, accepted, identity)
             about = parse_as(dict[str, Any], texts.get("about", ""), f"{path}: about", StoreError)
             check_value(about, f"{path}: about", LEARNED, StoreError)
-            _check_shapes(path, learned, infos, {**learned.sizes(), **(sizes or {})})
+            _check_shapes(path, learned, infos)
             # In file order, which leaves nothing between them.
             flat = {name: np.fromfile(file, _NUMPY[info.dtype], prod(info.shape)) for name, info in infos.items()}
         arrays = {name: array.reshape(infos[name].shape) for name, array in flat.items()}
@@ -185,7 +176,7 @@ def read_learned(
 
 
 def _made_for(
-    path: Path, texts: Mapping[str, str], accepted: Sequence[type[AnyState] | AnyState], identity: str | None
+    path: Path, texts: Mapping[str, str], accepted: Sequence[type[AnyState]], identity: str | None
 ) -> AnyState:
     """The state that a file with these texts is to be restored into."""
     kinds = {f"expertly-{state.kind}": state for state in accepted}
@@ -201,23 +192,17 @@ def _made_for(
         if not is_right:
             raise StoreError(f"{path}: {name}={texts.get(name)!r:.80}: {reason}")
     shape = parse_as(ModelShape, texts.get("shape", ""), f"{path}: shape", StoreError)
-    kind = kinds[texts["format"]]
-    learned: AnyState = kind(shape) if isinstance(kind, type) else kind  # type: ignore[call-arg]
-    if learned.shape != shape:
-        raise StoreError(f"{path}: shape: of {shape}; accepted: {learned.shape}, as the model has")
-    return learned
+    return kinds[texts["format"]](shape)  # type: ignore[call-arg]
 
 
-def _check_shapes(path: Path, learned: LearnedState, infos: Mapping[str, TensorInfo], sizes: Sizes) -> None:
+def _check_shapes(path: Path, learned: LearnedState, infos: Mapping[str, TensorInfo]) -> None:
     """Raises StoreError where arrays of these types and shapes are not those of the state, or one is missing."""
     shape, tensors = learned.shape, learned.tensors
-    bounds = {"L": (shape.num_layers, shape.num_layers), "E": (shape.max_experts, shape.max_experts), **sizes}
+    bounds = {"L": (shape.num_layers, shape.num_layers), "E": (shape.max_experts, shape.max_experts), **learned.sizes()}
     for name in infos.keys() - tensors.keys():
         raise StoreError(f"{path}: tensor {name!r:.80}: unknown; accepted: {', '.join(tensors)}")
-    for name, (dtype, dims, *_, is_optional) in tensors.items():
+    for name, (dtype, dims, *_) in tensors.items():
         info = infos.get(name)
-        if info is None and is_optional:
-            continue
         ranges = [bounds.get(letter, (0, MAX_CAPACITY)) for letter in dims]
         accepted = f"accepted: {dtype} [{', '.join(map(_span, ranges))}]"
         if info is None:

@@ -18,7 +18,7 @@ from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.base import option
 from expertly.policies.eviction import DenseScoredPolicy
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import MAX_CAPACITY, MAX_NBYTES, Arrays, LearnedState, ModelShape, Sizes, Tensor
+from expertly.policies.learned import MAX_CAPACITY, MAX_NBYTES, ModelShape
 from expertly.policies.prediction import ALL_LAYERS, Predictor, WidthOptions, best_of_rows, distance_in
 from expertly.policies.similarity import TIE, RunningCosines, inverse_root
 
@@ -42,18 +42,11 @@ class Collection:
             raise ConfigError(f"capacity={capacity}: matrices of {nbytes} bytes; at most {MAX_NBYTES} are accepted")
         self.capacity = capacity
         self.num_matrices = 0
-        self.generation = 0  # counts changes
         # [L, E, C] tokens served: a search reads along an expert. Zeroed pages take no memory before they are written.
         self.columns: Floats = np.zeros((num_layers, num_experts, capacity), np.float32)
         self.squares = np.zeros((num_layers, capacity))  # [L, C] squared length of a matrix' row
         self.born: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)  # [C] counts insertions: the newest is highest
         self.total: Counts = np.zeros((num_layers, num_experts), np.int64)  # [L, E] the sum of all matrices
-
-    @property
-    def matrices(self) -> Floats:
-        """[n, L, E]"""
-        matrices: Floats = self.columns.transpose(2, 0, 1)[: self.num_matrices]
-        return matrices
 
     def add(self, counts: npt.NDArray[Any]) -> None:
         """Add a request's matrix [L, E], unless it has no token. It takes a free slot or, when none is left, that of
@@ -72,66 +65,10 @@ class Collection:
             cosines *= inverse_root(self.squares.sum(axis=0)) * inverse_root(np.square(matrix).sum(keepdims=True))[0]
             nearest = np.flatnonzero(cosines >= cosines.max() - TIE)
             slot = int(nearest[self.born[nearest].argmin()])
-        self._write(slot, matrix, born)
-        self.generation += 1
-
-    def fill(self, matrices: npt.NDArray[Any], born: npt.NDArray[np.int64]) -> None:
-        """Take these matrices [n, L, E], and born [n], as they are; the collection is empty."""
-        assert not self.num_matrices and len(born) <= self.capacity
-        for slot, (matrix, number) in enumerate(zip(matrices, born.tolist(), strict=True)):
-            self._write(slot, matrix, number)
-        self.num_matrices = len(born)
-
-    def _write(self, slot: int, matrix: npt.NDArray[Any], born: int) -> None:
         self.total += matrix.astype(np.int64) - self.columns[:, :, slot].astype(np.int64)
         self.columns[:, :, slot] = matrix
         self.squares[:, slot] = np.square(matrix, dtype=np.float64).sum(axis=1)
         self.born[slot] = born
-
-
-class Matrices(LearnedState):
-    """The matrices of a model's requests: a collection of their prompts and one of their decoding, which are traced
-    separately (section 4.3).
-    """
-
-    kind = "matrices"
-    unit = "activation matrices"
-    tensors = {  # noqa: RUF012 - of P and D matrices, tokens that each expert served
-        "prefill_born": Tensor("I64", "P", 0, 1 << 53),
-        "prefill": Tensor("I32", "PLE", 0, MAX_COUNT),
-        "decode_born": Tensor("I64", "D", 0, 1 << 53),
-        "decode": Tensor("I32", "DLE", 0, MAX_COUNT),
-    }
-
-    def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
-        """`capacity`: of each collection."""
-        self.shape = shape
-        self.capacity = capacity
-        self.prefill, self.decode = Collection(shape, capacity), Collection(shape, capacity)
-
-    @property
-    def generation(self) -> int:  # type: ignore[override]
-        return self.prefill.generation + self.decode.generation
-
-    @property
-    def num_learned(self) -> int:
-        return self.prefill.num_matrices + self.decode.num_matrices
-
-    def sizes(self) -> Sizes:
-        return {"P": (0, self.capacity), "D": (0, self.capacity)}
-
-    def state(self) -> dict[str, npt.NDArray[Any]]:
-        """The filled parts: prefill [n, L, E], decode [m, L, E], and when each was born."""
-        return {
-            "prefill_born": self.prefill.born[: self.prefill.num_matrices],
-            "prefill": self.prefill.matrices,
-            "decode_born": self.decode.born[: self.decode.num_matrices],
-            "decode": self.decode.matrices,
-        }
-
-    def restore(self, arrays: Arrays) -> None:
-        self.prefill.fill(arrays["prefill"], arrays["prefill_born"])
-        self.decode.fill(arrays["decode"], arrays["decode_born"])
 
 
 # -- 4.5: the match of a running request with them --------------------------------------------------------------------
@@ -214,14 +151,13 @@ class EAM(Predictor):
     are nearest, only the next layer and one that has come within reach are predicted.
 
     A request's iterations are summed, those of its prompt and of its decoding separately. The sums enter the collection
-    at the first pass without that request (or at `finish`). An iteration that failed, or of which a layer was not seen,
+    at the first pass without that request. An iteration that failed, or of which a layer was not seen,
     is left out, so that all rows of a sum count the same tokens, K times.
     """
 
     name = "eam"
     default_distance: ClassVar[int | None] = ALL_LAYERS
     options = EAMOptions
-    learns = Matrices
     wants: frozenset[Want] = frozenset({"experts"})
 
     def __init__(
@@ -232,7 +168,7 @@ class EAM(Predictor):
         self._distance = distance_in(geometry, distance)
         self._said_anew = {1, self._distance}  # layers ahead that are predicted while the same matrices are nearest
         self._is_expert = np.arange(self._shape.max_experts) < np.array(self._shape.num_experts)[:, None]  # [L, E]
-        self._store = Matrices(self._shape, options.capacity)
+        self.prompts, self.decoding = (Collection(self._shape, options.capacity) for _ in range(2))  # section 4.3
         self._open: dict[int, tuple[Counts, Counts]] = {}  # of each request that is not over: prompt, decoding
         self._pass: list[_OfRequest] | None = None
         self._layers = range(self._shape.num_layers)  # of the pass
@@ -241,10 +177,6 @@ class EAM(Predictor):
         self._num_seen = 0
         self._said: Floats | None = None  # [L, E] the last outlook
         self._matched = (0, 0.0)  # requests matched, sum of their cosines
-
-    @property
-    def learned(self) -> Matrices:
-        return self._store
 
     def begin_iteration(self, began: Began) -> Iterator[Prediction]:
         """Requests that are not in the pass are over."""
@@ -257,7 +189,7 @@ class EAM(Predictor):
         for request in requests:
             rows = np.flatnonzero(began.requests == request)
             is_prefill = bool(began.is_prefill[rows[0]])
-            collection = self._store.prefill if is_prefill else self._store.decode
+            collection = self.prompts if is_prefill else self.decoding
             total = self._total_of(request, is_prefill)
             match = Match(collection, total if self._options.matrix == "request" else None)
             entry = _OfRequest(rows, total, np.zeros_like(total), match)
@@ -300,18 +232,15 @@ class EAM(Predictor):
                 for layer, row in enumerate(self._total_of(request, is_prefill)):
                     row += self._counted(layer, chosen[:, layer])
 
-    def finish(self) -> None:
-        self._close_all_but(())
-
     def facts(self) -> dict[str, int | float | None]:
         """Matrices of prompts (`prefill_matrices`) and of decoding, of `capacity` each; `searches` that found a match,
         and their mean `cosine`.
         """
         count, total = self._matched
         return {
-            "prefill_matrices": self._store.prefill.num_matrices,
-            "decode_matrices": self._store.decode.num_matrices,
-            "capacity": self._store.capacity,
+            "prefill_matrices": self.prompts.num_matrices,
+            "decode_matrices": self.decoding.num_matrices,
+            "capacity": self._options.capacity,
             "searches": count,
             "cosine": total / count if count else None,
         }
@@ -320,8 +249,8 @@ class EAM(Predictor):
         """Requests outside these are over."""
         for request in [request for request in self._open if request not in requests]:
             prompt, decoding = self._open.pop(request)
-            self._store.prefill.add(prompt)
-            self._store.decode.add(decoding)
+            self.prompts.add(prompt)
+            self.decoding.add(decoding)
 
     def _total_of(self, request: int, is_prefill: bool) -> Counts:
         """The sums of a request that is not over, [L, E]."""

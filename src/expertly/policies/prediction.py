@@ -44,12 +44,12 @@ class Predictor(Policy, ABC):
 
     @classmethod
     def make(
-        cls, geometry: Geometry, known: Known, distance: int = 1, given: Mapping[str, str] = NO_OPTIONS
+        cls, geometry: Geometry, known: Known, distance: int = 1, texts: Mapping[str, str] = NO_OPTIONS
     ) -> Predictor:
         """One with these options, as the user wrote them. Raises ConfigError where an option is wrong, or `known` lacks
         what it needs.
         """
-        return cls(geometry, distance, cls.parse(given), known)  # type: ignore[call-arg]
+        return cls(geometry, distance, cls.parse(texts), known)  # type: ignore[call-arg]
 
     def begin_iteration(self, began: Began) -> Iterable[Prediction]:
         """A forward pass begins: predict its first layers. A layer's distance is then its number + 1."""
@@ -62,14 +62,6 @@ class Predictor(Policy, ABC):
 
     def end_iteration(self, ok: bool) -> None:
         """The pass ended; `ok`: it did not fail, and may be learned from. All predictions have been read."""
-
-    @classmethod
-    def is_taught(cls) -> bool:
-        """Whether it learns from passes, so that it must see them all."""
-        return cls.learn is not Predictor.learn
-
-    def finish(self) -> None:
-        """No more passes come: learn what waited for more of a request."""
 
     def learn(self, history: History) -> None:
         """Learn from passes of a training part, before anything runs."""

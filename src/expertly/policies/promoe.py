@@ -86,10 +86,6 @@ class LearnedWeights(LearnedState):
         """The largest size of a router input; 0 where nothing is predicted."""
         return max((mlp.hidden.shape[1] for mlp in self.mlps.values()), default=0)
 
-    @property
-    def num_learned(self) -> int:
-        return len(self.mlps)
-
     def sizes(self) -> Sizes:
         return {"D": (1, MAX_DISTANCES), "H": (1, MAX_WIDTH), "N": (1, MAX_WIDTH)}
 

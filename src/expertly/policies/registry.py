@@ -17,7 +17,7 @@ from expertly.core.errors import ConfigError
 from expertly.policies.allocation import Allocation, Uniform
 from expertly.policies.base import Policy
 from expertly.policies.eviction import EvictionPolicy
-from expertly.policies.fmoe import ByProximity, FMoE, FMoEEviction
+from expertly.policies.fmoe import FMoE, FMoEEviction
 from expertly.policies.lcp import LCP
 from expertly.policies.lfu import LFU
 from expertly.policies.lookahead import Lookahead
@@ -25,7 +25,6 @@ from expertly.policies.lru import LRU
 from expertly.policies.moe_infinity import EAM, EAMEviction
 from expertly.policies.moepic import MoEpic, Speculative, SplitExperts
 from expertly.policies.prediction import Predictor
-from expertly.policies.prefetch import ByScore, FirstIn, PrefetchOrder
 from expertly.policies.promoe import Learned
 from expertly.policies.reuse import Reuse
 from expertly.policies.static import Static
@@ -67,7 +66,8 @@ class Registry(Mapping[str, T], Generic[T]):
         if name in self.built_in:
             return self.built_in[name]
         if name in self._installed:
-            entry, beginning = self._installed[name]
+            entry = self._installed[name]
+            beginning = f"{self._part}={name!r} ({entry.value} of {_distribution(entry)})"
             loaded = _guarded(entry.load, beginning, "cannot be loaded")
         elif self.is_path(name):
             beginning = f"{self._part}={name!r:.200}"
@@ -106,30 +106,19 @@ class Registry(Mapping[str, T], Generic[T]):
         return problems
 
     @property
-    def _installed(self) -> dict[str, tuple[EntryPoint, str]]:
+    def _installed(self) -> dict[str, EntryPoint]:
         return self._entries[0]
 
     @cached_property
-    def _entries(self) -> tuple[dict[str, tuple[EntryPoint, str]], list[str]]:
-        """Entry points by name, each with how messages name it, and problems of those that no name refers to."""
-        entries: dict[str, tuple[EntryPoint, str]] = {}
+    def _entries(self) -> tuple[dict[str, EntryPoint], list[str]]:
+        """Entry points by names that nothing that ships has, of equal names the first; and why there are none."""
         try:
             installed = sorted(entry_points(group=self._group), key=lambda entry: (_distribution(entry), entry.name))
         except Exception as error:  # metadata of any distribution
             return {}, [f"entry points {self._group!r}: cannot be read ({_reason(error)})"]
-        problems = []
-        for entry in installed:
-            words = f"{self._part}={entry.name!r} ({entry.value} of {_distribution(entry)})"
-            if entry.name in self.built_in:
-                problems.append(f"{words}: expertly has one of that name, which is used")
-            elif entry.name in entries:
-                first = _distribution(entries[entry.name][0])
-                problems.append(f"{words}: {first} has one of that name, which is used")
-            elif not entry.name or any(letter in _SEPARATORS or letter.isspace() for letter in entry.name):
-                problems.append(f"{words}: a name cannot hold blanks or any of {' '.join(_SEPARATORS)}")
-            else:
-                entries[entry.name] = entry, words
-        return entries, problems
+        named = {entry.name: entry for entry in reversed(installed)}
+        unusable = {name for name in named if any(letter in _SEPARATORS or letter.isspace() for letter in name)}
+        return {name: named[name] for name in reversed(named) if name not in {*self.built_in, *unusable, ""}}, []
 
     def _import(self, path: str, beginning: str) -> Any:
         module_name, _, name = path.rpartition(".")
@@ -196,7 +185,4 @@ PREDICTORS: Registry[type[Predictor]] = _of_policies(
 )
 ALLOCATIONS: Registry[type[Allocation]] = _of_policies(
     Allocation, "expertly.allocations", (Uniform, SplitExperts, MoEpic)
-)
-PREFETCHES: Registry[type[PrefetchOrder]] = _of_policies(
-    PrefetchOrder, "expertly.prefetches", (ByScore, FirstIn, ByProximity)
 )

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +23,10 @@ from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS
 from expertly.policies.eviction import DenseScoredPolicy, MakePolicy
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import Arrays, LearnedState, ModelShape, Sizes, Tensor
+from expertly.policies.learned import ModelShape
 
 Floats = npt.NDArray[np.float32]
 
-# Kept weights are of these four: learned.VERSION changes with them.
 DISCOUNT = 0.9  # of a use that is one step later
 HORIZON = 8  # steps after which a value is compared with the uses that followed; later uses are taken to be as frequent
 FADING = np.exp(-1 / 2)  # by which a token's part in the inputs shrinks with each token
@@ -37,8 +35,6 @@ REACH = 4  # layers before and after a layer whose inputs it uses
 RATE = 0.03  # of learning: the share of its error by which a value changes if the same inputs come again
 BATCH = 4  # steps that are learned from together: one product of matrices is cheaper than four of vectors
 MEAN_RATE = 1e-3  # of the means of inputs, per token; higher while few tokens have been seen
-MAX_TOKENS = 1 << 53
-MAX_WEIGHT = 1e6  # far above any that is learned, so that a file's weights do not overflow
 MOST_WEIGHTS = 1 << 18  # of a layer: with many experts it uses the inputs of fewer layers, at least its own
 SURE = 100.0
 """Added, in a prompt, to the values of layers yet to run; above any value, since a prompt needs nearly all experts."""
@@ -52,11 +48,10 @@ STEPS = 512  # of decode that are compared with the running one
 SHARPNESS = 25.0  # by how much a step that chose the same experts counts more (logarithm) than one without any of them
 CARRIED = 0.5  # how much the step before counts in that comparison
 KNOWN = 1000  # tokens over which the worth of each class of own past is averaged
-MEANS_KNOWN = 100  # tokens that a file's means of inputs count for, since its workload may have used other experts
+MEANS_KNOWN = 100  # tokens that a trace's means of inputs count for, since its workload may have used other experts
 
 _SUM_OF_DISCOUNTS = 1 / (1 - DISCOUNT)
 _LEAST_NORM = 1e-3
-_ROUNDING = 1e-3  # by which a file's mean share of tokens may exceed 1
 _AGES = (*range(8), *(num << octave for octave in range(8) for num in (8, 10, 12, 14)))
 """Steps since the last use (0 in the step itself): the most of each class but the last."""
 _AGE_CLASSES = np.searchsorted(_AGES, np.arange(_AGES[-1] + 2)).astype(np.int64)  # class of 0, 1, 2, ... steps
@@ -80,7 +75,7 @@ def _worth_of_uses(discount: float) -> Floats:
 _USES, _NEAR_USES = _worth_of_uses(DISCOUNT), _worth_of_uses(NEAR_DISCOUNT)
 
 
-class ReuseModel(LearnedState):
+class ReuseModel:
     """A value for each expert of a layer: the expected sum of DISCOUNT ** (k - 1) over the steps k from now on that
     need it. The inputs are the shares of the last tokens that the experts of this layer and of nearby layers served (of
     later layers, up to the step before). Weights follow from what was then needed.
@@ -88,29 +83,22 @@ class ReuseModel(LearnedState):
     Every step costs a product of a layer's weights with a vector. Every few steps the weights are updated.
     """
 
-    kind = "reuse"
-    unit = "tokens"
-    tensors = {  # noqa: RUF012 - of A experts, W weights
-        "tokens": Tensor("I64", "L", 0, MAX_TOKENS),
-        "mean": Tensor("F32", "A", 0, 1 + _ROUNDING),
-        "weights": Tensor("F32", "W", -MAX_WEIGHT, MAX_WEIGHT),
-    }
     max_rows: int | None = 8192  # of a training part: more teach little, and take seconds
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
-        self._mean: Floats = np.zeros(sum(shape.num_experts), np.float32)  # of all inputs, by dense id
+        self.mean: Floats = np.zeros(sum(shape.num_experts), np.float32)  # of all inputs, by dense id
         self._values: Floats = np.zeros(sum(shape.num_experts), np.float32)  # as computed when each layer ran last
         self._library = compiled_reuse()
-        self._weights: list[Floats] = []  # of each layer, [E, S]
+        self.weights: list[Floats] = []  # of each layer, [E, S]
         self._rows: list[Floats] = []  # the same, [S, E filled up to whole vectors]: sums over S are sums of rows
         places = _places(shape.num_experts)
         for first, num, first_seen, num_seen in places:
             self._rows.append(np.zeros((num_seen, -(-num // 8) * 8), np.float32))
-            self._weights.append(self._rows[-1][:, :num].T)
-            self._weights[-1][:] = np.eye(num, num_seen, first - first_seen)  # the value is its own recent use
+            self.weights.append(self._rows[-1][:, :num].T)
+            self.weights[-1][:] = np.eye(num, num_seen, first - first_seen)  # the value is its own recent use
         self._state = self._begin(places)
-        self._num_tokens = [0] * shape.num_layers  # that each layer has seen
+        self.num_tokens = [0] * shape.num_layers  # that each layer has seen
         self._discounts: dict[int, Floats] = {}  # running layer -> discount of every expert's value
         self._worth: Floats | None = self._values
         self._layer = 0  # the running one, or the last that ran
@@ -126,7 +114,7 @@ class ReuseModel(LearnedState):
         # What each class of own past is worth before anything was seen: recent and frequent use most.
         first = (0.75 / (1 + ages) + 1.5 * rates[:, None]).clip(0, 1).reshape(-1)
         sizes = BATCH, HORIZON, num_layers, STEPS, len(_AGE_CLASSES), len(ages), _NUM_RATES
-        arrays = layers, self._mean, self._values, _AGE_CLASSES, _RATES, first, _FIRST_WEIGHTS, _USES, _NEAR_USES
+        arrays = layers, self.mean, self._values, _AGE_CLASSES, _RATES, first, _FIRST_WEIGHTS, _USES, _NEAR_USES
         numbers = (
             *(FADING, RATE, _LEAST_NORM, MEAN_RATE, _SUM_OF_DISCOUNTS, SHARPNESS, CARRIED, _RIDGE, _FIRST_SEEN),
             *(_FADING_OF_RATES, *(np.exp(-BATCH / (tokens * num_layers)) for tokens in (WEIGHED, KNOWN))),
@@ -149,7 +137,7 @@ class ReuseModel(LearnedState):
             numbers = struct.pack(f"{2 * num}i", *router.experts, *router.num_tokens)
             observe = self._library.reuse_observe
             observe(self._state, router.layer, num, numbers, router.batch_tokens, self._is_decode)
-            self._num_tokens[router.layer] += router.batch_tokens
+            self.num_tokens[router.layer] += router.batch_tokens
 
     def worth(self) -> Floats:
         """The value of every expert by dense id, as seen from the running layer: a layer that has yet to run in this
@@ -169,37 +157,16 @@ class ReuseModel(LearnedState):
             self._discounts[layer] = discounts.astype(np.float32)
         return self._discounts[layer]
 
-    def state(self) -> dict[str, npt.NDArray[Any]]:
-        """Copies of `tokens` that each layer has seen, [L], the `mean` of all inputs, by dense id, and all `weights`,
-        layer after layer. Steps that it has yet to learn from are not part of it.
+    def begin_with(self, trained: ReuseModel) -> None:
+        """Continue with the weights of another model of these layers, which has seen a trace; nothing has been seen
+        yet. Steps that the other has yet to learn from are left out.
         """
-        return {
-            "tokens": np.array(self._num_tokens, np.int64),
-            "mean": self._mean.copy(),
-            "weights": np.concatenate([weights.reshape(-1) for weights in self._weights]),
-        }
-
-    def restore(self, arrays: Arrays) -> None:
-        self._mean[:] = arrays["mean"]
-        self._num_tokens = arrays["tokens"].tolist()
-        ends = list(accumulate(weights.size for weights in self._weights))
-        for weights, part in zip(self._weights, np.split(arrays["weights"], ends[:-1]), strict=True):
-            weights[:] = part.reshape(weights.shape)
-        num_known = np.minimum(arrays["tokens"], MEANS_KNOWN).astype(np.int64)
+        self.mean[:] = trained.mean
+        self.num_tokens = list(trained.num_tokens)
+        for weights, before in zip(self.weights, trained.weights, strict=True):
+            weights[:] = before
+        num_known = np.minimum(self.num_tokens, MEANS_KNOWN).astype(np.int64)
         self._library.reuse_restored(self._state, num_known.ctypes.data)
-
-    def sizes(self) -> Sizes:
-        num_weights = sum(weights.size for weights in self._weights)
-        return {"A": (len(self._mean),) * 2, "W": (num_weights,) * 2}
-
-    @property
-    def num_learned(self) -> int:
-        """Tokens seen by the layer that saw most."""
-        return max(self._num_tokens)
-
-    @property
-    def generation(self) -> int:  # type: ignore[override]
-        return self.num_learned
 
 
 @cache
@@ -238,7 +205,6 @@ class Reuse(DenseScoredPolicy):
 
     name = "reuse"
     needs_best = True
-    learns = ReuseModel
 
     def __init__(self, geometry: Geometry, model: ReuseModel, capacity: int) -> None:
         super().__init__(geometry.num_experts)
@@ -246,21 +212,17 @@ class Reuse(DenseScoredPolicy):
         self._has_choice = capacity < geometry.num_experts
 
     @classmethod
-    def of_model(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
+    def of_model(cls, geometry: Geometry, known: Known = NOTHING, texts: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
         """The caches share one model, which starts from a known one of the same layers, or with nothing learned."""
-        cls.parse(given)
+        cls.parse(texts)
         shared, taught = ReuseModel(ModelShape.of(geometry)), known.get(ReuseModel)
         if taught is not None and taught.shape.num_experts == shared.shape.num_experts:
-            shared.restore(taught.state())
+            shared.begin_with(taught)
         return lambda capacity, layers: cls(geometry, shared, capacity)
 
     @classmethod
     def training(cls, geometry: Geometry) -> ReuseModel:
         return ReuseModel(ModelShape.of(geometry))
-
-    @property
-    def learned(self) -> ReuseModel:
-        return self._model
 
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         if self._has_choice:

@@ -32,7 +32,7 @@ class Budget:
 
 
 def class_segment_nbytes(geometry: Geometry) -> list[int]:
-    return [geometry.segment_nbytes(geometry.size_classes.index(c)) for c in range(geometry.num_size_classes)]
+    return [geometry.unit_nbytes[geometry.size_classes.index(c)] for c in range(geometry.num_size_classes)]
 
 
 def default_staging(geometry: Geometry) -> list[int]:
@@ -68,9 +68,9 @@ def split_budget(geometry: Geometry, memory_nbytes: int, staging: int | None = N
             f"memory={memory_nbytes} bytes: below the staging slots through which experts are streamed; the least that "
             f"works is {least} bytes ({hundredths // 100}.{hundredths % 100:02}% of the experts)"
         )
-    others = [total - num for total, num in zip(totals, staging_slots, strict=True)]
-    others_nbytes = _nbytes(geometry, others)  # the bytes left are shared in proportion to the classes' experts
-    kept = [min(num, (memory_nbytes - least) * num // others_nbytes) if others_nbytes else 0 for num in others]
+    left = [total - num for total, num in zip(totals, staging_slots, strict=True)]
+    left_nbytes = _nbytes(geometry, left)  # the bytes left are shared in proportion to the classes' experts
+    kept = [min(num, (memory_nbytes - least) * num // left_nbytes) if left_nbytes else 0 for num in left]
     return Budget(memory_nbytes, tuple(staging_slots), tuple(kept), tuple(uniform_quotas(geometry, kept)))
 
 

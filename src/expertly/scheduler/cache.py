@@ -349,8 +349,8 @@ class Cache:
         new = dict(zip(needed, map(self.lacking, needed), strict=True))
         excess = sum(map(len, new.values())) - partition.room
         if excess > 0:
-            others = policy.scored_victims({*needed, *upcoming})
-            other = next(others, None)
+            victims = policy.scored_victims({*needed, *upcoming})
+            other = next(victims, None)
             rivals = sorted(zip(policy.scores(needed), needed, strict=True), reverse=True)
             can_stage = max(0, pool.staging - (pool.num_slots - pool.num_free - pool.num_kept))
             to_stage: list[Sequence[int]] = []
@@ -359,7 +359,7 @@ class Cache:
                     units = self.kept_of(other[1])[-excess:]
                     excess -= len(units)
                     self.evict(units)
-                    other = next(others, None)
+                    other = next(victims, None)
                     continue
                 eid = rivals.pop()[1]
                 kept = self.kept_of(eid)

@@ -73,10 +73,10 @@ class Pool:
 
 def runs(numbers: Iterable[int]) -> list[range]:
     """Rising numbers, as runs of neighbours."""
-    found: list[range] = []
+    joined: list[range] = []
     for number in numbers:
-        if found and found[-1].stop == number:
-            found[-1] = range(found[-1].start, number + 1)
+        if joined and joined[-1].stop == number:
+            joined[-1] = range(joined[-1].start, number + 1)
         else:
-            found.append(range(number, number + 1))
-    return found
+            joined.append(range(number, number + 1))
+    return joined

@@ -7,8 +7,16 @@ from dataclasses import dataclass, field
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
-from expertly.policies.prefetch import PrefetchOrder
 from expertly.scheduler.counters import PhaseCounters
+
+PRIORITIES: dict[str, Callable[[float, int], float]] = {
+    "score": lambda score, layers_to_go: score,  # whichever layer it is of: the predictor may have weighed the distance
+    "fifo": lambda score, layers_to_go: 0.0,  # first in, first out (ProMoE, section 5)
+    "proximity": lambda score, layers_to_go: score / layers_to_go,  # p / (l - l_now) (fMoE, section 4.5)
+}
+"""The priority of a predicted expert by its score, 1 or more layers before its layer runs: the highest is loaded first,
+of equal ones the one that was predicted first. None falls as the score rises.
+"""
 
 
 @dataclass(slots=True)
@@ -29,8 +37,8 @@ class PrefetchQueue:
     A layer's newest prediction replaces the one before; it ends when the layer's router runs.
     """
 
-    def __init__(self, geometry: Geometry, order: PrefetchOrder, *, evicts: bool) -> None:
-        """`evicts`: prefetches go to the cache, which evicts for them; otherwise they take free slots."""
+    def __init__(self, geometry: Geometry, order: str, *, evicts: bool) -> None:
+        """`order`: of PRIORITIES. `evicts`: prefetches go to the cache, which evicts for them; else to free slots."""
         # Units that are prefetched at a time: as many as one token's experts of a layer have.
         self.window = max(layer.top_k for layer in geometry.layers) * geometry.segments_per_expert
         self.now = geometry.num_layers - 1  # the layer whose router ran last; before a pass, the last layer
@@ -38,7 +46,7 @@ class PrefetchQueue:
         self.evicts = evicts
         self.ahead: dict[int, Forecast] = {}  # by layer
         self._geometry = geometry
-        self._priority = order.priority
+        self._priority = PRIORITIES[order]
         # (-priority, order of arrival, layer) of the next expert of each layer that has one; None: to be made
         self._heads: dict[int, tuple[float, int, int]] | None = None
         self._num_arrived = 0

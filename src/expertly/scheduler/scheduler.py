@@ -12,7 +12,6 @@ from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.policies.allocation import Allocation, Uniform
 from expertly.policies.eviction import MakePolicy
 from expertly.policies.moepic import Timing
-from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.cache import ABSENT, LOADING, PREFETCHING, QUEUED, RESIDENT, Cache
 from expertly.scheduler.counters import LayerCounters
@@ -38,7 +37,7 @@ class Scheduler:
         admission: str = "always",
         prefill: str = "stream",
         ahead: str = "cache",
-        prefetch: PrefetchOrder = ByScore(),  # noqa: B008 - holds nothing
+        prefetch: str = "score",
         allocation: Allocation | None = None,
         predicts: bool = True,
     ) -> None:
@@ -47,7 +46,7 @@ class Scheduler:
         `prefill`, where all needed is kept: with "evict" a prompt's experts are kept as those of decode are; with
         "stream" they and what is prefetched meanwhile evict nothing: they take free slots, the rest is staged.
         `ahead`: prefetches go to the "cache", which evicts for them, or to free "staging" slots.
-        `prefetch`: the order of the prefetch queue. `predicts`: whether `predict` may be called.
+        `prefetch`: the order of the prefetch queue, a key of PRIORITIES. `predicts`: whether `predict` may be called.
         """
         self.geometry = geometry
         self.budget = budget

@@ -17,8 +17,9 @@ from expertly.policies.eviction import EvictionPolicy, ScoredPolicy
 from expertly.policies.known import NOTHING, Known
 from expertly.policies.learned import LearnedState
 from expertly.policies.prediction import ALL_LAYERS, Predictor
-from expertly.policies.registry import ALLOCATIONS, EVICTIONS, PREDICTORS, PREFETCHES, OrNone, Registry
+from expertly.policies.registry import ALLOCATIONS, EVICTIONS, PREDICTORS, OrNone, Registry
 from expertly.scheduler.budget import Budget, allocate
+from expertly.scheduler.prefetch import PRIORITIES
 from expertly.scheduler.scheduler import Scheduler
 
 P = TypeVar("P", bound=Policy)
@@ -33,7 +34,7 @@ ACCEPTED: dict[str, Collection[str]] = {
     "scope": ("layer", "global"),
     "allocation": ALLOCATIONS,
     "prediction": OrNone(PREDICTORS),
-    "prefetch": PREFETCHES,
+    "prefetch": PRIORITIES,
     "admission": ("always", "best"),
     "prefill": ("stream", "evict"),
     "ahead": ("cache", "staging"),
@@ -45,7 +46,6 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "prediction": PREDICTORS,
     "allocation": ALLOCATIONS,
     "eviction": EVICTIONS,
-    "prefetch": PREFETCHES,
 }
 """Parts that are policies: they have options, which a system's name lists in this order, and may come from outside the
 package (docs/extending.md).
@@ -68,7 +68,7 @@ class System:
     scope: str  # "layer": one cache a layer; "global": one cache over all layers
     allocation: str = "uniform"  # a key of ALLOCATIONS: how many slots each layer keeps
     prediction: str = "none"  # a key of PREDICTORS, or "none"
-    prefetch: str = "score"  # a key of PREFETCHES: which prediction is loaded first
+    prefetch: str = "score"  # a key of PRIORITIES: which prediction is loaded first
     admission: str = "always"  # see Scheduler.__init__
     prefill: str = "stream"  # see Scheduler.__init__
     ahead: str = "cache"  # see Scheduler.__init__
@@ -113,7 +113,7 @@ class System:
             admission=self.admission,
             prefill=self.prefill,
             ahead=self.ahead,
-            prefetch=PREFETCHES[self.prefetch].make(self.options_of("prefetch")),
+            prefetch=self.prefetch,
             allocation=self._allocation(geometry, known),
             predicts=self.prediction != "none",
         )
@@ -184,7 +184,7 @@ def _problems_of_running(system: System, predictor: type[Predictor] | None, *, i
     if system.loop == "by-id" and (predictor or is_best or system.allocation != "uniform"):
         parts = "prediction=none, admission=always, allocation=uniform"
         yield f"loop='by-id': one expert at a time; accepted: {parts}, or loop=overlapped"
-    if predictor and PREFETCHES[system.prefetch].needs_probabilities and not predictor.gives_probabilities:
+    if predictor and system.prefetch == "proximity" and not predictor.gives_probabilities:
         lacking = f"prediction={system.prediction!r} does not give"
         yield f"prefetch={system.prefetch!r} weighs probabilities, which {lacking}; accepted: score, fifo"
     if is_best and system.prefill != "stream":

@@ -53,11 +53,8 @@ class View(Collector):
         rates = {(phase,): counts["hit_rate"] for phase, counts in phases.items()}
         yield _gauge("hit_ratio", "Of all demands so far, those that were hits", rates, "phase")
         if workers := stats["devices"][1:]:
-            alive, drops = (
-                {(device["device"],): device["worker"][key] for device in workers} for key in ("alive", "drops")
-            )
+            alive = {(device["device"],): device["worker"]["alive"] for device in workers}
             yield _gauge("worker_alive", "1 while it computes, 0 while its experts are computed here", alive, "worker")
-            yield _counter("worker_drops", "Times that it died, failed or passed its deadline", drops, "worker")
         uses = {(use.removesuffix("_bytes"),): nbytes for use, nbytes in self.memory(stats).items()}
         yield _gauge("memory_bytes", "By use, as it was divided", uses, "use")
 
@@ -74,7 +71,6 @@ class View(Collector):
     def state(self) -> dict[str, Any]:
         """The server's numbers now."""
         stats, scheduler = self.stats(), self._scheduler
-        learners = [stats[name] for name in ("prediction", "reuse") if stats[name] is not None]
         ahead, needed = (sum(counts[name] for counts in stats["phases"].values()) for name in _PREFETCHES)
         return {
             "object": "state",
@@ -91,8 +87,6 @@ class View(Collector):
             "preemptions": scheduler.num_preempted,
             "tokens_written": scheduler.metrics.num_written,
             **_summed(*stats["phases"].values()),
-            # whether its predictor, else its eviction, began with learned state of earlier runs
-            "history": next((learner["history"] for learner in learners if learner["history"] is not None), None),
             "prefetch_accuracy": needed / ahead if ahead else None,
             "memory": self.memory(stats) | {"all_experts_bytes": stats["expert_bytes"]},
             "workers": [

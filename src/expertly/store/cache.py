@@ -22,8 +22,8 @@ from expertly.store.removal import LOCK_NAME, remove_store
 
 CACHE_VARIABLE = "EXPERTLY_CACHE"
 
-LEARNED = ("maps", "matrices", "reuse", "predictor", "fastest")
-"""Files beside a model's store: expert maps, activation matrices, reuse weights, a predictor, the fastest systems."""
+LEARNED = ("predictor", "fastest")
+"""Files beside a model's store: trained weights of a predictor, and the fastest systems."""
 
 
 def store_errors(folder: Path, doing: str) -> contextlib.AbstractContextManager[None]:
@@ -65,7 +65,7 @@ def entry_folder(model_type: str, identity: str, stored_as: str, cache_dir: Path
 
 
 def learned_beside(folder: Path, kind: str) -> Path:
-    """The file of what a policy learned of the model of a store, by its kind; it may not exist."""
+    """The file of what was learned of the model of a store, by its kind; it may not exist."""
     folder = folder.absolute()
     return folder.with_name(f"{folder.name}.{kind}")
 
@@ -115,7 +115,9 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
     entries = list_entries(cache_dir)
     matches = [entry for entry in entries if entry.name == name]
     if not matches and name:
-        matches = [one for one in entries if one.name.startswith(name) or one.source in (name, os.path.abspath(name))]
+        matches = [
+            entry for entry in entries if entry.name.startswith(name) or entry.source in (name, os.path.abspath(name))
+        ]
     if len(matches) != 1:
         accepted = ", ".join(entry.name for entry in matches or entries) or "none, the cache is empty"
         problem = "matches several" if matches else "no such cached store"

@@ -261,7 +261,7 @@ def _numbers(value: object, name: str = "") -> Iterator[tuple[str, int | float]]
 
 def has_weights(folder: Path) -> bool:
     """Whether there are files of weights in a folder, or in folders in it, or an index of such files."""
-    return (folder / INDEX_NAME).exists() or any(_weights_in(one) for one in (folder, *_folders_in(folder)))
+    return (folder / INDEX_NAME).exists() or any(_weights_in(path) for path in (folder, *_folders_in(folder)))
 
 
 def _weights_in(folder: Path) -> list[str]:
@@ -284,7 +284,7 @@ def files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
     if named and not any((folder / name).exists() for name in named):
         if single.exists():  # an index of what was there before
             return [SINGLE_NAME], {}
-        inner = [one.name for one in _folders_in(folder) if any((one / name).exists() for name in named)]
+        inner = [path.name for path in _folders_in(folder) if any((path / name).exists() for name in named)]
         if len(inner) == 1:
             weight_map = {name: f"{inner[0]}/{file}" for name, file in weight_map.items()}
             return [f"{inner[0]}/{name}" for name in named], weight_map
@@ -296,7 +296,7 @@ def files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
     if files:
         _check_shards(folder, files)
         return files, {}
-    inner = [] if _weights_in(folder) else [one.name for one in _folders_in(folder) if has_weights(one)]
+    inner = [] if _weights_in(folder) else [path.name for path in _folders_in(folder) if has_weights(path)]
     if len(inner) == 1:
         files, weight_map = files_of(folder / inner[0])
         weight_map = {name: f"{inner[0]}/{file}" for name, file in weight_map.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from expertly.testing.eviction import EVICTION_CHECKS, check_eviction, check_prefetch
+from expertly.testing.eviction import EVICTION_CHECKS, check_eviction
 from expertly.testing.predictor import PREDICTOR_CHECKS, check_predictor
 
-__all__ = ["EVICTION_CHECKS", "PREDICTOR_CHECKS", "check_eviction", "check_predictor", "check_prefetch"]
+__all__ = ["EVICTION_CHECKS", "PREDICTOR_CHECKS", "check_eviction", "check_predictor"]

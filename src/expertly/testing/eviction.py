@@ -1,4 +1,4 @@
-"""What every eviction policy and every prefetch order promises (policies/eviction.py, policies/prefetch.py)."""
+"""What every eviction policy promises (policies/eviction.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from random import Random
 
 from expertly.policies.eviction import EvictionPolicy
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.prefetch import PrefetchOrder
 from expertly.testing.made_up import expect, small_model
 
 MODEL = small_model(layers=16, experts=64, top_k=2)
@@ -20,15 +19,6 @@ def check_eviction(policy: type[EvictionPolicy], known: Known = NOTHING) -> None
     """Run all of EVICTION_CHECKS. Raises AssertionError naming the promise that is not kept."""
     for check in EVICTION_CHECKS:
         check(lambda capacity: policy.make(MODEL, capacity, known))
-
-
-def check_prefetch(order: type[PrefetchOrder]) -> None:
-    """Of one layer, the surer never comes later. Raises AssertionError otherwise."""
-    priority = order.make().priority
-    for layers_to_go in (1, 2, 7):
-        priorities = [priority(score, layers_to_go) for score in (0.0, 0.1, 0.5, 0.9, 1.0)]
-        promise = f"a priority never falls with the score ({layers_to_go} layers to go)"
-        expect(priorities == sorted(priorities), promise, priorities)
 
 
 def every_kept_expert_is_named_once_and_no_other(make: Make) -> None:

@@ -18,6 +18,18 @@ from tests.scheduler.drive import geometry
 SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
 MODEL = ModelShape.of(SHAPE)
 
+
+def matrices_of(collection: Collection) -> np.ndarray:
+    """[n, L, E]"""
+    return collection.columns.transpose(2, 0, 1)[: collection.num_matrices]
+
+
+def end_all(eam: EAM) -> None:
+    """All requests are over: none of them is in what is learned next."""
+    rows = np.zeros((0, LAYERS, EXPERTS), np.float32)
+    eam.learn(History(np.zeros(0, np.int64), np.zeros(0, np.bool_), rows.astype(np.int64), rows))
+
+
 # -- collections -----------------------------------------------------------------------------------------------------
 
 
@@ -39,7 +51,7 @@ def test_in_lock_step_with_the_formulas(capacity: int, num_tokens: int, layers: 
         naive.add(matrix)
         assert collection.num_matrices == len(naive.matrices)
         by_age = np.argsort(collection.born[: collection.num_matrices])
-        np.testing.assert_array_equal(collection.matrices[by_age], naive.matrices)
+        np.testing.assert_array_equal(matrices_of(collection)[by_age], naive.matrices)
         np.testing.assert_array_equal(collection.total, np.sum(naive.matrices, axis=0))
         if number % 5 != 3:
             continue
@@ -102,8 +114,8 @@ def test_an_iteration_that_failed_or_was_not_seen_whole_is_left_out(harm: dict) 
     one_pass(eam, [5], choices(dice, 1), **harm)
     for chosen in kept[1:]:
         one_pass(eam, [5], chosen)
-    eam.finish()
-    np.testing.assert_array_equal(eam.learned.decode.matrices[0], sum(matrix_of(chosen) for chosen in kept))
+    end_all(eam)
+    np.testing.assert_array_equal(matrices_of(eam.decoding)[0], sum(matrix_of(chosen) for chosen in kept))
 
 
 def test_every_request_of_a_batch_is_counted_and_matched_on_its_own() -> None:
@@ -116,7 +128,7 @@ def test_every_request_of_a_batch_is_counted_and_matched_on_its_own() -> None:
         eam = EAM(SHAPE, 2, EAMOptions(width=3))
         for number, chosen in enumerate(past):
             one_pass(eam, [100 + number] * 3, chosen)
-        eam.finish()
+        end_all(eam)
         return eam
 
     alone = [one_pass(filled(), [7 + row], now[row : row + 1]) for row in range(2)]
@@ -128,9 +140,9 @@ def test_every_request_of_a_batch_is_counted_and_matched_on_its_own() -> None:
             first, second = alone[0][step][at], alone[1][step][at]
             assert both.probabilities == np.maximum(first.probabilities, second.probabilities).tolist()
             assert set(both.experts) == {*first.experts, *second.experts}
-    eam.finish()
-    newest = np.argsort(eam.learned.decode.born[:22])[-2:]
-    np.testing.assert_array_equal(eam.learned.decode.matrices[newest], [matrix_of(now[:1]), matrix_of(now[1:])])
+    end_all(eam)
+    newest = np.argsort(eam.decoding.born[:22])[-2:]
+    np.testing.assert_array_equal(matrices_of(eam.decoding)[newest], [matrix_of(now[:1]), matrix_of(now[1:])])
 
 
 @pytest.mark.parametrize(("distance", "matches"), [(1, 3), (3, 1), (3, 3), (99, 3)])
@@ -145,7 +157,7 @@ def test_predictions_are_the_papers(distance: int, matches: int, matrix: Any) ->
         chosen = choices(dice, 3)
         one_pass(eam, [number] * 3, chosen)
         naive.add(matrix_of(chosen))
-    eam.finish()
+    end_all(eam)
     reach = min(distance, LAYERS - 1)
     popular = np.sum(naive.matrices, axis=0)
     total, said, before = np.zeros((LAYERS, EXPERTS), np.int64), None, None
@@ -192,13 +204,14 @@ def test_what_is_learned_is_what_running_shows() -> None:
             chosen[0, 1, 0] = -1
             history += [(request, step == 0, row) for row in chosen]
             one_pass(other, [request] * len(chosen), chosen, is_prefill=step == 0)
-    other.finish()
+    end_all(other)
     for first in range(0, len(history), 5):
         block = history[first : first + 5]
         requests, is_prefill = np.array([row[0] for row in block]), np.array([row[1] for row in block])
         experts = np.stack([row[2] for row in block])
         eam.learn(History(requests, is_prefill, experts, np.zeros((len(block), LAYERS, EXPERTS), np.float32)))
-    eam.finish()
-    for name, result in eam.learned.state().items():
-        np.testing.assert_array_equal(result, other.learned.state()[name], err_msg=name)
-    assert eam.learned.prefill.num_matrices == eam.learned.decode.num_matrices == 9
+    end_all(eam)
+    for learned, shown in ((eam.prompts, other.prompts), (eam.decoding, other.decoding)):
+        np.testing.assert_array_equal(learned.columns, shown.columns)
+        np.testing.assert_array_equal(learned.born, shown.born)
+    assert eam.prompts.num_matrices == eam.decoding.num_matrices == 9

@@ -67,7 +67,7 @@ def learned(distance: int = 2, num_maps: int = 40, shape: Geometry = SHAPE, **op
 def test_predictions_of_a_row_are_read_off_the_most_similar_map(mode: str) -> None:
     """By the embedding for the first two layers; then, after layer l, over layers 0..l for all from l + 2 on."""
     predictor = learned(2, select=mode)
-    store = predictor.learned
+    store = predictor.store
     maps, rows = store.maps.copy(), Rows(4, 1)
     assert store.embeddings is not None
     newest: dict[int, Prediction] = {}
@@ -129,17 +129,19 @@ def test_rows_of_a_batch_are_matched_each_and_united_by_the_highest_probability(
 
 def test_without_embeddings_the_first_layers_go_without() -> None:
     predictor = learned(2, semantic=False, reach="one")
-    assert predictor.wants == {"scores"} and predictor.learned.embeddings is None
+    assert predictor.wants == {"scores"} and predictor.store.embeddings is None
     assert layers_of(run(predictor, Rows(6, 1))) == [2, 3, 4, 5]
     predictor, rows = learned(2, reach="one"), Rows(6, 1)
     rows.embedding = None  # type: ignore[assignment]
     assert predictor.wants == {"scores", "embedding"}
     assert layers_of(run(predictor, rows)) == [2, 3, 4, 5]
-    assert predictor.learned.num_maps == 41
+    assert predictor.store.num_maps == 41
 
 
-def state_of(predictor: FMoE) -> dict[str, list[object]]:
-    return {name: array.tolist() for name, array in predictor.learned.state().items()}
+def state_of(predictor: FMoE) -> list[object]:
+    store = predictor.store
+    arrays = store.born, store.requests, store.maps, store.squares, store.embeddings
+    return [None if array is None else array.tolist() for array in arrays]
 
 
 @pytest.mark.parametrize("semantic", [True, False])
@@ -150,7 +152,7 @@ def test_learning_a_history_equals_having_run_it(semantic: bool) -> None:
         rows = Rows(seed + 10, size, [seed] * size if size == 40 else None)
         run(online, rows)
         offline.learn(rows.history())
-    assert online.learned.num_maps == 25
+    assert online.store.num_maps == 25
     assert state_of(online) == state_of(offline)
 
 
@@ -160,10 +162,10 @@ def test_a_pass_that_failed_or_lost_a_layer_is_not_learned() -> None:
     run(predictor, Rows(2, 1), ok=False)
     run(predictor, Rows(3, 2), layers=[0, 1, 2, 4, 5])
     run(predictor, Rows(4, 1), layers=[])
-    assert predictor.learned.requests[: predictor.learned.num_maps].tolist() == [1000]
+    assert predictor.store.requests[: predictor.store.num_maps].tolist() == [1000]
     run(predictor, Rows(5, 1), end=False)  # its end was left out
     run(predictor, Rows(6, 1))
-    assert predictor.learned.requests[: predictor.learned.num_maps].tolist() == [1000, 6000]
+    assert predictor.store.requests[: predictor.store.num_maps].tolist() == [1000, 6000]
 
 
 ENCODER, DECODER = range(2), range(2, LAYERS)
@@ -171,7 +173,7 @@ ENCODER, DECODER = range(2), range(2, LAYERS)
 
 def stored(predictor: FMoE) -> list[tuple[int, list[int]]]:
     """Of each map the request, and the layers of which it has something."""
-    store = predictor.learned
+    store = predictor.store
     return [
         (int(store.requests[slot]), np.flatnonzero(store.maps[:, slot].any(axis=1)).tolist())
         for slot in range(store.num_maps)
@@ -206,18 +208,18 @@ def test_rows_that_are_not_finite_predict_and_teach_nothing(num_rows: int) -> No
     rows = Rows(8, num_rows)
     rows.scores[0, 2, 0] = rows.embedding[0, 3] = np.nan
     assert layers_of(run(predictor, rows)) == [2, 3]
-    assert predictor.learned.num_maps == 5 + num_rows - 1
+    assert predictor.store.num_maps == 5 + num_rows - 1
 
 
 def test_a_long_prefill_is_matched_by_some_of_its_rows_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fmoe_module, "MAX_SCORES", 400)
     predictor = FMoE(SHAPE, 2, FMoEOptions(capacity=40, reach="one"))
-    predictor.learned.max_of_request = 40
+    predictor.store.max_of_request = 40
     predictor.learn(Rows(1, 20).history())
     prefill = Rows(2, 31, [77] * 31)
-    result = run(predictor, prefill)
-    assert layers_of(result) == list(range(LAYERS))
-    store = predictor.learned
+    found = run(predictor, prefill)
+    assert layers_of(found) == list(range(LAYERS))
+    store = predictor.store
     assert store.num_maps == 30
     assert (store.maps[:, 20] == prefill.scores[0]).all()
     assert (store.maps[:, 29] == prefill.scores[30]).all()

@@ -67,7 +67,8 @@ def test_rows_that_are_not_finite_are_left_out(num_before: int) -> None:
     assert num_before + 3 in stored
     assert not {num_before, num_before + 2} & set(stored.tolist())
     assert store.num_maps == max(num_before, 2)
-    assert all(np.isfinite(array).all() for array in store.state().values())
+    assert store.embeddings is not None
+    assert np.isfinite(store.maps).all() and np.isfinite(store.embeddings).all()
 
 
 # -- the maps nearest to a pass, brought forward a layer at a time ---------------------------------------------------
@@ -135,12 +136,11 @@ def test_of_equally_near_maps_the_newest_is_taken(num_rows: int) -> None:
     same, embedding = random_scores(dice, 1, LAYERS, EXPERTS), dice.standard_normal((1, HIDDEN), np.float32)
     place = []
     equal = dice.permutation(50)[:12]
-    state = {name: array.copy() for name, array in store.state().items()}
-    state["maps"][:, equal] = same.transpose(1, 0, 2)
-    state["embeddings"][equal] = embedding / np.linalg.norm(embedding)
-    store = MapStore(RAGGED, 50)
-    store.restore(state)
-    newest = int(equal[state["born"][equal].argmax()])
+    assert store.embeddings is not None
+    store.maps[:, equal] = same.transpose(1, 0, 2)
+    store.squares[:, equal] = np.square(same).sum(axis=2).T
+    store.embeddings[equal] = embedding / np.linalg.norm(embedding)
+    newest = int(equal[store.born[equal].argmax()])
     search = Search(store, num_rows)
     semantic = search.semantic(np.repeat(embedding, num_rows, axis=0))
     assert semantic is not None

@@ -26,7 +26,7 @@ BUILT_IN = dict(PREDICTORS.built_in)
 
 def known(shape: Geometry, demands: Demands, seed: int) -> Known:
     """All that a predictor may ask for."""
-    return Known(seed=seed, given=(random_weights(shape.layers, seed=seed),))
+    return Known(seed=seed, items=(random_weights(shape.layers, seed=seed),))
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -107,7 +107,7 @@ def test_lookahead_looks_as_far_as_it_is_shown() -> None:
 
 def test_a_request_goes_on_from_its_last_row() -> None:
     """A prompt of three tokens and two requests that decode: what the prompt's first tokens say is over."""
-    ahead = lookahead(given={"next_token": "yes"})
+    ahead = lookahead(texts={"next_token": "yes"})
     rows = [[NEXT], [THIRD], [[0, 0, 0, 1.0, 0, 0]], [SECOND], [NEXT]]
     list(ahead.begin_iteration(Began(np.array([7, 7, 4, 7, 4]), np.zeros(5, np.bool_))))
     (inside,) = ahead.router_ran(looks(2, *rows))
@@ -121,7 +121,7 @@ def test_a_request_goes_on_from_its_last_row() -> None:
 
 def test_lookahead_goes_round_the_stack_that_runs() -> None:
     """Layers 2 and 3 are a decoder: its last layer leads to its first. An encoder shows nothing past its last."""
-    ahead = lookahead(distance=3, given={"next_token": "yes"})
+    ahead = lookahead(distance=3, texts={"next_token": "yes"})
     decoder = Began(np.zeros(1, np.int64), np.zeros(1, np.bool_), layers=range(2, 4))
     list(ahead.begin_iteration(decoder))
     assert said(ahead.router_ran(looks(2, [NEXT, [0] * 6, [0] * 6]))) == {(3, 1): [1, 2]}

@@ -84,8 +84,8 @@ class AdapMoE(Allocation):
         quotas = self._best(self.geometry.class_sums(self._quotas), costs)
         num_segments = self.geometry.segments_per_expert
         before, after = (
-            float(sum(cost[quota // num_segments] for cost, quota in zip(costs, one, strict=True)))
-            for one in (self._quotas, quotas)
+            float(sum(cost[quota // num_segments] for cost, quota in zip(costs, shares, strict=True)))
+            for shares in (self._quotas, quotas)
         )
         if quotas == self._quotas or (self._num_moves and after >= (1 - _LEAST_GAIN) * before):
             return None
@@ -144,7 +144,7 @@ class UsageTraining:
         """`origin`: the training part, in words."""
         pairs = zip(self._num_named, self._num_needed, strict=True)
         recall = tuple(named / max(1, needed) for named, needed in pairs)
-        return Usage(tuple(one.misses() for one in self._seen), recall, origin)
+        return Usage(tuple(seen.misses() for seen in self._seen), recall, origin)
 
 
 def _decoding(router: RouterRan) -> list[tuple[int, int]]:
@@ -212,9 +212,9 @@ def cheapest_quotas(costs: Costs, num_experts: int) -> list[int]:
         below.append(least)
     quotas, left = [], num_experts
     for layer, key in enumerate(keys):
-        here, following = below[len(keys) - layer][left], below[len(keys) - layer - 1]
+        costs_here, following = below[len(keys) - layer][left], below[len(keys) - layer - 1]
         nums = np.arange(min(left, limits[layer]) + 1)
-        (best,) = np.nonzero(key[nums] + following[left - nums] == here)
+        (best,) = np.nonzero(key[nums] + following[left - nums] == costs_here)
         quotas.append(int(best[-1]))
         left -= quotas[-1]
     return quotas

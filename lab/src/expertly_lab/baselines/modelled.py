@@ -74,12 +74,12 @@ class ModelledLookahead(Predictor):
 
     def _mostly_right(self, needed: list[int], num_experts: int, accuracy: float) -> list[int]:
         is_needed = set(needed)
-        others = [expert for expert in range(num_experts) if expert not in is_needed]
+        needless = [expert for expert in range(num_experts) if expert not in is_needed]
         named = []
         for expert in needed:
-            if others and self._random.random() >= accuracy:
-                chosen = int(self._random.random() * len(others))
-                others[chosen], others[-1] = others[-1], others[chosen]
-                expert = others.pop()
+            if needless and self._random.random() >= accuracy:
+                chosen = int(self._random.random() * len(needless))
+                needless[chosen], needless[-1] = needless[-1], needless[chosen]
+                expert = needless.pop()
             named.append(expert)
         return named

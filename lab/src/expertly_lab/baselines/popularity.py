@@ -31,8 +31,8 @@ class Popular:
         self._is_given = bool(trained)  # by expert id, of the rows that `learn` is told, too
         self._is_trained = self._is_given
         for eid, num in trained.items():
-            layer = geometry.layer_of_expert(eid)
-            self._counts[layer][eid - geometry.first_expert_id(layer)] = num
+            layer = geometry.layer_of[eid]
+            self._counts[layer][eid - geometry.first_ids[layer]] = num
 
     def learn(self, experts: Ids) -> None:
         """Count rows of a training part, [T, L, K]."""
@@ -126,5 +126,5 @@ class Counts(Popularity):
 
     def _shares(self, layer: int) -> list[Floats]:
         popular = self._popular.shares(layer)
-        found = [shares(counts[layer]) for counts, _ in self._rows]
-        return [one for share in found if (one := popular if share is None else share) is not None]
+        known = [shares(counts[layer]) for counts, _ in self._rows]
+        return [used for share in known if (used := popular if share is None else share) is not None]

@@ -22,9 +22,9 @@ def trace_geometry(
     if name is None:
         layers = trace.manifest.geometries
         return (None, None, None) if layers is None else (layers, trace.manifest.dense, "trace")
-    given = read_geometry(name)
-    _check_layers(f"geometry={name!r}", given.layers, trace)
-    return given.layers, given.dense, given.name
+    read = read_geometry(name)
+    _check_layers(f"geometry={name!r}", read.layers, trace)
+    return read.layers, read.dense, read.name
 
 
 def _shape(layers: Sequence[LayerGeometry | TraceLayer]) -> str:

@@ -182,8 +182,8 @@ def _notes(args: SimulateOptions, study: Study) -> Iterator[str]:
         yield "caches and profiles start empty"
     else:
         num = len({span.request for span in schedule.training})
-        what = f"profiles learned from {num} requests, {num_test} others are simulated; caches start empty"
-        yield f"split {split_text(args.split)} with seed {args.seed}: {what}"
+        said = f"profiles learned from {num} requests, {num_test} others are simulated; caches start empty"
+        yield f"split {split_text(args.split)} with seed {args.seed}: {said}"
     yield from study.notes()
     if args.arrivals is not None:
         yield f"{num_test} requests arrive and queue, one is served at a time"
@@ -197,13 +197,13 @@ def _notes_on_weights(
     """What a trained predictor learned from, and whether that includes what is simulated."""
     if predictor is None:
         return
-    told = predictor.about
-    yield f"predictor: {printable(told.get('model', '?'))}, learned from {printable(told.get('source', '?'))}"
-    own = (split_text(args.split), args.seed)
-    if told.get("trace") == study.trace.fingerprint and own != (told.get("split"), told.get("seed")):
+    about = predictor.about
+    yield f"predictor: {printable(about.get('model', '?'))}, learned from {printable(about.get('source', '?'))}"
+    parted = (split_text(args.split), args.seed)
+    if about.get("trace") == study.trace.fingerprint and parted != (about.get("split"), about.get("seed")):
         yield (
             "predictor: it learned from some of the requests that are simulated; accepted as a measurement: "
-            f"--split {printable(told.get('split'))} --seed {printable(told.get('seed'))}"
+            f"--split {printable(about.get('split'))} --seed {printable(about.get('seed'))}"
         )
 
 
@@ -276,10 +276,10 @@ def report(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     """A headline, tables with a row for each system and budget, notes."""
     trace, cuts = facts["trace"], sorted({row["segments"] for row in results})
     size = "sizes unknown" if trace["expert_bytes"] is None else f"{format_nbytes(trace['expert_bytes'])} of experts"
-    where = "" if trace["expert_bytes"] is None else f", on {facts['hardware']['name']}"
+    machine = "" if trace["expert_bytes"] is None else f", on {facts['hardware']['name']}"
     parts = [
         f"{trace['model']}: {trace['layers']} layers of {trace['experts']} experts, top-{trace['top_k']}, {size}; "
-        f"P = {', '.join(map(str, cuts))}{where}"
+        f"P = {', '.join(map(str, cuts))}{machine}"
     ]
     rows = [row | _derived(row) for row in results]
     if max(cuts) == 1:

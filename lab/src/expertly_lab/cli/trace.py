@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from expertly.cli.output import in_brackets, message, progress_bar, reserved_stdout, show, table
 from expertly.cli.run import load_model
@@ -18,11 +18,9 @@ from expertly.options import (
     ADVANCED,
     MODEL_HELP,
     REQUIRED,
-    RESEARCH,
     LoadOptions,
     argument,
     json_flag,
-    load_option,
     option,
     path_option,
     seed,
@@ -50,9 +48,6 @@ class TraceRecordOptions(LoadOptions):
     seed: int = option(0, "of sampling", metavar="N", type=seed, panel=ADVANCED)
     requests: int | None = option(None, "only the first N prompts", least=1)
     full: bool = option(False, "add routing scores, lookahead, router inputs and embeddings")
-    learned: Literal["auto", "off"] = load_option(
-        "learned", default="off", help="auto, as of `run`; or off: the trace shows this run alone", panel=RESEARCH
-    )
     json: bool = json_flag()
 
 
@@ -79,12 +74,12 @@ def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any, is_raw: bo
     """The prompts that fit the model, as tokens. Names each of the others in a message."""
     from expertly.model.generation import max_positions
 
-    found, left_out = asked(prompts, tokenizer, is_raw=is_raw, most=max_positions(model))
-    for why in left_out:
-        message(f"expertly: skipped: {why}")
-    if not found:
+    prompted, left_out = asked(prompts, tokenizer, is_raw=is_raw, most=max_positions(model))
+    for reason in left_out:
+        message(f"expertly: skipped: {reason}")
+    if not prompted:
         raise ConfigError(f"prompts: none of the {len(prompts)} can be given to this model, see above")
-    return found
+    return prompted
 
 
 def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOptions) -> dict[str, Any]:
@@ -263,7 +258,7 @@ def trace_facts(trace: Trace) -> dict[str, Any]:
         "num_layers": len(manifest.layers),
         "num_experts": [layer.num_experts for layer in manifest.layers],
         "top_k": [layer.top_k for layer in manifest.layers],
-        "expert_bytes": [None if one is None else one.expert_nbytes for one in geometries],
+        "expert_bytes": [None if shape is None else shape.expert_nbytes for shape in geometries],
         "requests": len(trace.requests),
         "categories": dict(sorted(categories.items())),
         "rows": trace.num_rows,
@@ -271,9 +266,9 @@ def trace_facts(trace: Trace) -> dict[str, Any]:
         "iterations": trace.num_iterations,
         "bytes": sum(path.stat().st_size for path in trace.folder.iterdir() if path.is_file()),
         "fields": {
-            name: {"dtype": one.dtype, "shape": list(one.shape), "real": one.is_real, "stored": one.is_stored}
-            | {"note": one.note}
-            for name, one in manifest.fields.items()
+            name: {"dtype": info.dtype, "shape": list(info.shape), "real": info.is_real, "stored": info.is_stored}
+            | {"note": info.note}
+            for name, info in manifest.fields.items()
         },
     }
 

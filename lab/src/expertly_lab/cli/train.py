@@ -58,20 +58,20 @@ def run(args: TrainPredictorOptions) -> int:
     identity = identity_of(args.model, trace)
     start = time.perf_counter()
     with progress_bar("steps") as progress:
-        found = study(trace, args.split, options, progress)
+        ran = study(trace, args.split, options, progress)
     seconds = time.perf_counter() - start
-    facts = found.as_dict()
+    facts = ran.as_dict()
     about = {
         "model": trace.manifest.model,
         "trace": trace.fingerprint,
-        "source": f"{found.num_rows['training']} tokens of {found.num_requests['training']} requests of {args.trace}",
+        "source": f"{ran.num_rows['training']} tokens of {ran.num_requests['training']} requests of {args.trace}",
         "split": split_text(args.split),
         "seed": args.seed,
         "hidden": args.hidden,
         **origin(),
         "mean": facts["mean"],
     }
-    save_learned(args.out, found.trained.weights, identity, about)
+    save_learned(args.out, ran.trained.weights, identity, about)
     file = read_learned(args.out, LearnedWeights, identity=identity)
     weights = file.learned
     result = {

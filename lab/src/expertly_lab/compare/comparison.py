@@ -168,14 +168,14 @@ class Comparison:
     ) -> tuple[Trace, LearnedState | None]:
         """The trace of the answers, and trained weights of systems that have any; measures this machine on the way."""
         from expertly.api import handle
-        from expertly.engine.learned import find_weights
+        from expertly.engine.weights import find_weights
         from expertly.model.playing import answer
         from expertly_lab.model_profile import measure_model
         from expertly_lab.recording import record
 
         settings = self.settings
         memory = settings.memories[len(settings.memories) // 2]
-        how = load | {"memory": memory, "system": BASE_SYSTEM, "learned": "off"}
+        how = load | {"memory": memory, "system": BASE_SYSTEM}
         loaded, _ = expertly.load(model, progress=progress.in_bytes, **how)
         try:
             name = self.source["name"]
@@ -212,7 +212,7 @@ class Comparison:
             trace.manifest.geometries,
             trace.manifest.dense,
             learned=learned,
-            progress=lambda what, done, total: progress(f"simulator, {what}", done, total),
+            progress=lambda label, done, total: progress(f"simulator, {label}", done, total),
         )
         self.source |= {
             "layers": len(layers),

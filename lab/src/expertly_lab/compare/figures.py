@@ -49,8 +49,8 @@ def rows_of(
 def _simulation(simulated: Simulations, memory: str, name: str) -> Mapping[str, Any] | None:
     """A system's row; of a bound the best over all P: the fastest, or the one with the fewest bytes."""
     by = "tpot_s" if name in ("oracle", "resident") else "bytes_loaded"
-    found = [row for key, row in simulated.items() if key[:2] == (memory, name)]
-    return min(found, key=lambda row: (row[by] is None, row[by] or 0, row["segments"]), default=None)
+    rows = [row for key, row in simulated.items() if key[:2] == (memory, name)]
+    return min(rows, key=lambda row: (row[by] is None, row[by] or 0, row["segments"]), default=None)
 
 
 def _engine(run: BenchRow) -> dict[str, Any]:
@@ -78,12 +78,12 @@ def _simulated(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> dict[s
 
 
 def _median(times: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    known = [one[name] for one in times if one[name] is not None]
+    known = [time[name] for time in times if time[name] is not None]
     return median(known) if known else None
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
-    return float(sum(one["latency_s"] for one in row["times_by_request"]))
+    return float(sum(time["latency_s"] for time in row["times_by_request"]))
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def headline(rows: Sequence[dict[str, Any]], memories: Sequence[str]) -> list[st
 
 def failures_in_words(results: Mapping[str, Any]) -> list[str]:
     """Which systems failed under which budget, and why."""
-    return [f"{one['system']} ({one['where']}, {one['memory']}): {one['cause']}" for one in results["failures"]]
+    return [f"{row['system']} ({row['where']}, {row['memory']}): {row['cause']}" for row in results["failures"]]
 
 
 def by_time(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

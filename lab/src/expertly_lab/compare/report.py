@@ -108,7 +108,7 @@ def _cell(figures: dict[str, Any] | None, key: str, write: Write) -> tuple[str, 
 
 
 def _fidelity(row: dict[str, Any]) -> str:
-    measured, simulated = ((row[where] or {}).get("tpot_s") for where in GROUPS)
+    measured, simulated = ((row[group] or {}).get("tpot_s") for group in GROUPS)
     return format_ratio(simulated / measured) if measured and simulated else "-"
 
 

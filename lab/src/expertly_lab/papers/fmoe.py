@@ -66,7 +66,7 @@ def filled(lab: Lab, capacity: int) -> MapStore:
     """Of the training part."""
     predictor = lab.taught(FMOE if capacity == FMoEOptions().capacity else f"{FMOE}:capacity={capacity}")
     assert isinstance(predictor, FMoE)
-    return predictor.learned
+    return predictor.store
 
 
 def requests(lab: Lab) -> Iterator[History]:

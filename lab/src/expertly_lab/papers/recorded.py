@@ -62,7 +62,7 @@ def _record(out: Path, num_prompts: int, num_tokens: int) -> None:
     from expertly_lab.playing import chooser
     from expertly_lab.recording import record
 
-    model, tokenizer = api.load(None, system="resident", learned="off", device="cpu")
+    model, tokenizer = api.load(None, system="resident", device="cpu")
     choose = chooser(0.8, 0)
     try:
         with record(model, out, full=True, name="demo") as recording:

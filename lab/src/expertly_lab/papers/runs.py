@@ -168,9 +168,9 @@ class _Watch:
     def begin_run(self, name: str) -> _Watch:
         return self
 
-    def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
+    def computed(self, label: str, layer: int, begin_ns: int, end_ns: int) -> None:
         self.took(begin_ns, end_ns)
-        if what == "head":
+        if label == "head":
             self.ends_ns.append(end_ns)
             self.computing_ns.append(self._computing)
             self.moved_ns.append(self._moved)

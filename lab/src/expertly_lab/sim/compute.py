@@ -31,7 +31,7 @@ class ComputeModel:
 
     def _span_ns(self, layer: int, num_tokens: int, num_segments: int) -> int:
         """`num_segments` adjacent segments of one expert, for that many of its tokens."""
-        return self._reading_ns(num_segments * self._geometry.segment_nbytes(layer), num_tokens)
+        return self._reading_ns(num_segments * self._geometry.unit_nbytes[layer], num_tokens)
 
     def _head_ns(self, num_tokens: int) -> int:
         """Once an iteration: embedding, layers without experts, last norm, head, choosing the token."""

@@ -106,9 +106,9 @@ class TraceFuture:
         """The next use of each expert, by dense id, in the order in which rows choose: an expert's last row counts."""
         running = self._running
         assert running is not None
-        first_id = self._geometry.first_expert_id(layer)
+        first_id = self._geometry.first_ids[layer]
         uses = self._next_uses[running.first_row :][: running.num_tokens, layer].reshape(-1).tolist()
-        demand = next(one for one in running.layers if one.layer == layer)
+        demand = next(demanded for demanded in running.layers if demanded.layer == layer)
         chosen = demand.experts
         if running.num_tokens > 1 or len(chosen) != len(uses):
             end = running.trace_row + running.num_tokens

@@ -69,13 +69,13 @@ def shipped(folder: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted((_DATA / folder).glob("*.toml"))}
 
 
-def read_toml(folder: str, what: str, name_or_file: str, kind: type[_T], hint: str = "") -> _T:
+def read_toml(folder: str, noun: str, name_or_file: str, kind: type[_T], hint: str = "") -> _T:
     """What a shipped or another file describes; `folder` is also the name of the option. Raises as `Hardware.read`."""
     known = shipped(folder)
     path = known.get(name_or_file, Path(name_or_file))
     if not os.path.exists(path):
         accepted = f"{', '.join(known)}, or a TOML file"
-        raise ConfigError(f"{folder}={name_or_file!r}: no such {what} and no such file; accepted: {accepted}")
+        raise ConfigError(f"{folder}={name_or_file!r}: no such {noun} and no such file; accepted: {accepted}")
     text = read_text(path, PROFILE, ConfigError)
     try:
         raw = tomllib.loads(text)

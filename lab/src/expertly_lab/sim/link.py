@@ -29,7 +29,7 @@ class Clock:
 class SimulationWatcher(Protocol):
     """Is told what a simulation does, with its times."""
 
-    def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
+    def computed(self, label: str, layer: int, begin_ns: int, end_ns: int) -> None:
         """The device computed: "dense", "expert 7" or "head"."""
 
     def moved(self, span: Span, begin_ns: int, end_ns: int) -> None:
@@ -57,7 +57,7 @@ class VirtualLink:
         self._latency_ns, self._miss_ns = hardware.link.latency_ns, hardware.miss_ns
         num_parts = geometry.segments_per_expert
         self._takes_ns = [  # by layer and number of segments
-            [hardware.link.occupies_ns(num * geometry.segment_nbytes(layer)) for num in range(1 + num_parts)]
+            [hardware.link.occupies_ns(num * geometry.unit_nbytes[layer]) for num in range(1 + num_parts)]
             for layer in range(geometry.num_layers)
         ]
         self._arrivals: deque[tuple[int, Span]] = deque()

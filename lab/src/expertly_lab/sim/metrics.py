@@ -95,12 +95,12 @@ class Metrics:
         a queue) or begin; None where it has no prompt, or decodes nothing.
         """
         times = []
-        for one in self._requests.values():
-            start_ns = one.arrival_ns if is_queued else one.begin_ns
-            num = one.num_decode_iterations
-            ttft_s = (one.first_token_ns - start_ns) / 1e9 if one.first_token_ns >= 0 else None
-            tpot_s = one.decode_ns / num / 1e9 if num else None
-            times.append({"ttft_s": ttft_s, "tpot_s": tpot_s, "latency_s": (one.end_ns - start_ns) / 1e9})
+        for request in self._requests.values():
+            start_ns = request.arrival_ns if is_queued else request.begin_ns
+            num = request.num_decode_iterations
+            ttft_s = (request.first_token_ns - start_ns) / 1e9 if request.first_token_ns >= 0 else None
+            tpot_s = request.decode_ns / num / 1e9 if num else None
+            times.append({"ttft_s": ttft_s, "tpot_s": tpot_s, "latency_s": (request.end_ns - start_ns) / 1e9})
         return times
 
 

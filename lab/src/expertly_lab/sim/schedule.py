@@ -150,8 +150,8 @@ def decode_passes(trace: Trace, span: RowRange) -> npt.NDArray[np.bool_]:
     """For each pass of a span, whether it is decode only."""
     rows = span.first_row, span.first_row + span.num_rows
     _, firsts = np.unique(trace.rows("iteration", *rows), return_index=True)
-    found: npt.NDArray[np.bool_] = ~np.logical_or.reduceat(trace.rows("is_prefill", *rows), firsts)
-    return found
+    decodes: npt.NDArray[np.bool_] = ~np.logical_or.reduceat(trace.rows("is_prefill", *rows), firsts)
+    return decodes
 
 
 def arriving(trace: Trace, requests: Sequence[RowRange], arrivals: Arrivals) -> tuple[list[RowRange], int]:
@@ -193,24 +193,24 @@ def read_arrivals(path: Path) -> Arrivals:
     Raises ConfigError naming file, row (from 0), column and value, also where a request arrives before the one above
     it: the published files are in order, and sorting one that is not would hide another error in it.
     """
-    where, names = f"arrivals {path}", [field.name for field in fields(_Arrival)]
+    beginning, names = f"arrivals {path}", [field.name for field in fields(_Arrival)]
     text = read_text(path, Bounds(1 << 30), ConfigError).removeprefix("\ufeff")
     try:
         rows = list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
     except csv.Error as error:
-        raise ConfigError(f"{where}: not CSV ({error})") from None
+        raise ConfigError(f"{beginning}: not CSV ({error})") from None
     if not rows:
-        raise ConfigError(f"{where}: no requests in it; accepted: a CSV file with {', '.join(names)}")
+        raise ConfigError(f"{beginning}: no requests in it; accepted: a CSV file with {', '.join(names)}")
     values = [{name: _number(row[name]) for name in names if name in row} for row in rows]
-    found: tuple[_Arrival, ...] = parse_as(tuple[_Arrival, ...], json.dumps(values), where, ConfigError)
-    utc = [row.TIMESTAMP.astimezone(timezone.utc) if row.TIMESTAMP.tzinfo else row.TIMESTAMP for row in found]
+    arrivals: tuple[_Arrival, ...] = parse_as(tuple[_Arrival, ...], json.dumps(values), beginning, ConfigError)
+    utc = [row.TIMESTAMP.astimezone(timezone.utc) if row.TIMESTAMP.tzinfo else row.TIMESTAMP for row in arrivals]
     times = np.array([time.replace(tzinfo=None) for time in utc], "datetime64[ns]").astype(np.int64)
     if (np.diff(times) < 0).any():
         place = int(np.argmax(np.diff(times) < 0)) + 1
         raise ConfigError(
-            f"{where}: [{place}].TIMESTAMP={found[place].TIMESTAMP}: earlier than the row before; sort it"
+            f"{beginning}: [{place}].TIMESTAMP={arrivals[place].TIMESTAMP}: earlier than the row before; sort it"
         )
-    tokens = np.array([(row.ContextTokens, row.GeneratedTokens) for row in found], np.int64).T
+    tokens = np.array([(row.ContextTokens, row.GeneratedTokens) for row in arrivals], np.int64).T
     return Arrivals(times - times[0], *tokens)
 
 

@@ -102,7 +102,7 @@ class Simulator:
             prefetcher.end_iteration(True)
         self._spend("head", -1, compute.head_ns(num_tokens))
         of_decode = [counters.decode for counters in self.scheduler.counters]
-        hits, demands = sum([one.hits for one in of_decode]), sum([one.demands for one in of_decode])
+        hits, demands = sum([counts.hits for counts in of_decode]), sum([counts.demands for counts in of_decode])
         stalled_ns = self.link.stall_ns - stalled_ns
         self.metrics.add(iteration, begin_ns, clock.now_ns, stalled_ns, hits - self._hits, demands - self._demands)
         self._hits, self._demands = hits, demands
@@ -134,9 +134,9 @@ class Simulator:
         if self._watcher is not None:
             self._watcher.computed(f"expert {expert}", layer, begin, end)
 
-    def _spend(self, what: str, layer: int, duration_ns: int) -> None:
+    def _spend(self, label: str, layer: int, duration_ns: int) -> None:
         """Compute for so long, except experts."""
         begin = self.clock.now_ns
         self.clock.now_ns = end = begin + duration_ns
         if self._watcher is not None:
-            self._watcher.computed(what, layer, begin, end)
+            self._watcher.computed(label, layer, begin, end)

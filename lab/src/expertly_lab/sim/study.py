@@ -85,7 +85,7 @@ class Memory:
         if not 0 <= num_experts <= most:
             raise BudgetError(f"experts_per_layer={num_experts}: must be from 0 to the {most} experts of a layer")
         quota = num_experts * geometry.segments_per_expert
-        kept = tuple(quota * geometry.size_classes.count(one) for one in range(geometry.num_size_classes))
+        kept = tuple(quota * geometry.size_classes.count(number) for number in range(geometry.num_size_classes))
         budget = Budget(0, tuple(default_staging(geometry)), kept, (quota,) * geometry.num_layers)
         return replace(budget, memory_nbytes=budget.kept_nbytes(geometry) + budget.staging_nbytes(geometry))
 
@@ -189,9 +189,9 @@ class Study:
             for memory in memories
             for (_, num), system in runs.items()
         ]
-        found = self._rows(asks, jobs)
+        made = self._rows(asks, jobs)
         for _ in memories:
-            rows = {key: next(found) for key in runs}
+            rows = {key: next(made) for key in runs}
             for (name, num_segments), row in rows.items():
                 if name == "resident":
                     row["floor_tpot_s"] = row["tpot_s"]
@@ -208,18 +208,18 @@ class Study:
             for ask in asks:
                 yield self._row(*ask)
             return
-        given = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
-        make = partial(Study, **(given | {"progress": None}))
-        what, num_rows = f"{min(jobs, len(asks))} processes", self._workload.num_rows
+        settings = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+        make = partial(Study, **(settings | {"progress": None}))
+        label, num_rows = f"{min(jobs, len(asks))} processes", self._workload.num_rows
         if self.progress is not None:
-            self.progress(what, 0, num_rows * len(asks))
+            self.progress(label, 0, num_rows * len(asks))
         waiting: dict[int, dict[str, Any]] = {}  # by the number of what was asked
         num_given = 0
         for num_done, (number, (row, wants)) in enumerate(as_finished(jobs, make, _row_elsewhere, asks), 1):
             waiting[number] = row
             self.wants |= wants
             if self.progress is not None:
-                self.progress(what, num_done * num_rows, num_rows * len(asks))
+                self.progress(label, num_done * num_rows, num_rows * len(asks))
             while num_given in waiting:
                 yield waiting.pop(num_given)
                 num_given += 1
@@ -297,7 +297,7 @@ class Study:
                 "decode_iterations": metrics.num_decode_iterations,
                 "decode_stall_s": metrics.decode_stall_ns / 1e9,
                 "times_by_request": times,
-                "latency_s": _distribution(sorted(one["latency_s"] for one in times)) if self.is_queued else None,
+                "latency_s": _distribution(sorted(time["latency_s"] for time in times)) if self.is_queued else None,
             }
         return row
 
@@ -322,7 +322,7 @@ class Study:
         fields = self.trace.manifest.fields
         lacking = [name for name in system.needs if name != "future" and name not in fields]
         there = [fields[name] for name in system.needs if name in fields]
-        made_up = [f"{one.name} ({one.note or 'made up'})" for one in there if not one.is_real]
+        made_up = [f"{info.name} ({info.note or 'made up'})" for info in there if not info.is_real]
         if lacking:
             has = ", ".join(fields)
             return f"system {system.name!r} needs {', '.join(lacking)}, which this trace lacks (it has {has})"

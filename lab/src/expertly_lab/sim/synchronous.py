@@ -64,13 +64,13 @@ def run_by_id(
     eids = [geometry.expert_id(layer, expert) for expert in router.experts]
     missing = [i for i, eid in enumerate(eids) if not cache.is_resident(eid)]
     there = [cache.num_resident(eids[i]) for i in missing]
-    counters.count_demand(router, missing, there, cache.num_parts, geometry.segment_nbytes(layer))
+    counters.count_demand(router, missing, there, cache.num_parts, geometry.unit_nbytes[layer])
     for position in sorted(range(len(eids)), key=eids.__getitem__):
         eid = eids[position]
         ready, absent = cache.spans(cache.in_state(eid, RESIDENT)), cache.in_state(eid, ABSENT)
         loads: list[Span] = []
         if absent:
-            counters.phase(router.is_decode[position]).loaded_nbytes += len(absent) * geometry.segment_nbytes(layer)
+            counters.phase(router.is_decode[position]).loaded_nbytes += len(absent) * geometry.unit_nbytes[layer]
             lacking = cache.lacking(eid)
             cache.keep(lacking[: cache.make_room(layer, len(lacking), {eid})])
             if kept := [unit for unit in absent if cache.kept[unit]]:

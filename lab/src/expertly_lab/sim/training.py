@@ -41,7 +41,7 @@ class TrainingPart:
     ) -> Predictor | None:
         """The predictor of a system, taught by this part. `progress(rows learned from, rows in all)`."""
         predictor = system.predictor(geometry, known)
-        if predictor is None or not self._spans or not predictor.is_taught():
+        if predictor is None or not self._spans or not _learns(predictor):
             return predictor
         key = _prediction_key(system)
         if key not in self._filled:
@@ -59,7 +59,7 @@ class TrainingPart:
 
     def history_of(self, predictor: Predictor | None) -> str | None:
         """What a predictor starts with, in words; None where a training part makes no difference to it."""
-        if predictor is None or not predictor.is_taught():
+        if predictor is None or not _learns(predictor):
             return None
         return f"filled from {self.num_requests} requests" if self._spans else "empty"
 
@@ -109,6 +109,11 @@ def popularity(trace: Trace, spans: Sequence[RowRange], geometry: Geometry) -> d
         for expert in range(geometry.layers[layer].num_experts)
         if counts[layer, expert]
     }
+
+
+def _learns(predictor: Predictor) -> bool:
+    """Whether it learns from passes, so that it must see them all."""
+    return type(predictor).learn is not Predictor.learn
 
 
 def histories(trace: Trace, spans: Sequence[RowRange], wants: Collection[Want]) -> Iterator[History]:

@@ -72,18 +72,18 @@ class Rows:
 
     def of_layer(self, field: str, layer: int) -> Floats | None:
         """[rows, ...] of "scores" (which sum to 1 in each row), or of a field that the trace may lack."""
-        found = self._of_layers.get((field, layer))
-        if found is None:
+        values = self._of_layers.get((field, layer))
+        if values is None:
             if field == "scores":
-                found = self._scores(layer)
+                values = self._scores(layer)
             elif self._trace.has(field):
-                found = self._read(field)[:, layer].astype(np.float32)
+                values = self._read(field)[:, layer].astype(np.float32)
             else:
                 return None
-            found.flags.writeable = False
+            values.flags.writeable = False
             if not self._is_one_pass:
-                self._of_layers[field, layer] = found
-        return found
+                self._of_layers[field, layer] = values
+        return values
 
     def history(self, wants: Collection[Want]) -> History:
         """All rows, to learn from."""
@@ -103,14 +103,14 @@ class Rows:
         return scores_of_choices(self.experts[:, layer], self._read("weights")[:, layer], num_experts)
 
     def _read(self, field: str, dtype: type[np.float32] | None = None) -> npt.NDArray[Any]:
-        found = self._recorded.get(field)
-        if found is None:
-            found = self._trace.rows(field, self.first_row, self.first_row + len(self))
+        values = self._recorded.get(field)
+        if values is None:
+            values = self._trace.rows(field, self.first_row, self.first_row + len(self))
             if dtype is not None:
-                found = found.astype(dtype)
-                found.flags.writeable = False
-            self._recorded[field] = found
-        return found
+                values = values.astype(dtype)
+                values.flags.writeable = False
+            self._recorded[field] = values
+        return values
 
 
 def read_rows(trace: Trace, first_row: int, num_rows: int, max_rows: int) -> Iterator[Rows]:
@@ -150,29 +150,29 @@ class Iteration:
 
     def began(self, wants: Collection[Want]) -> Began:
         """What a predictor with these wants may see when it begins."""
-        rows, own = self.rows, slice(self.begin, self.begin + self.num_tokens)
+        rows, span = self.rows, slice(self.begin, self.begin + self.num_tokens)
         embedding, token_ids = rows.embedding(wants), rows.token_ids(wants)
         return Began(
-            rows.request[own].astype(np.int64),
-            rows.is_prefill[own],
-            None if embedding is None else embedding[own],
+            rows.request[span].astype(np.int64),
+            rows.is_prefill[span],
+            None if embedding is None else embedding[span],
             self.stack,
-            None if token_ids is None else token_ids[own],
+            None if token_ids is None else token_ids[span],
         )
 
     def routed(self, router: RouterRan, wants: Collection[Want]) -> Routed:
         """What a predictor with these wants may see when a layer's router ran."""
-        rows, layer, own = self.rows, router.layer, slice(self.begin, self.begin + self.num_tokens)
-        experts = rows.experts[own, layer, : rows.layers[layer].top_k] if "experts" in wants else None
+        rows, layer, span = self.rows, router.layer, slice(self.begin, self.begin + self.num_tokens)
+        experts = rows.experts[span, layer, : rows.layers[layer].top_k] if "experts" in wants else None
         scores = rows.of_layer("scores", layer) if "scores" in wants else None
         lookahead = rows.of_layer("lookahead", layer) if "lookahead" in wants else None
         inputs = rows.of_layer("router_inputs", layer) if "inputs" in wants else None
         return Routed(
             router,
             experts,
-            None if scores is None else scores[own],
-            None if lookahead is None else lookahead[own],
-            None if inputs is None else inputs[own],
+            None if scores is None else scores[span],
+            None if lookahead is None else lookahead[span],
+            None if inputs is None else inputs[span],
         )
 
 

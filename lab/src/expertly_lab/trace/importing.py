@@ -54,40 +54,40 @@ class _Npz:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise TraceError(f"{path}: must be an npz file")
         with _damage(str(path), "must be an npz file"), zipfile.ZipFile(path) as file:
-            return cls(path, tuple(one.removesuffix(".npy") for one in file.namelist()))
+            return cls(path, tuple(name.removesuffix(".npy") for name in file.namelist()))
 
     def where(self, name: str) -> str:
         return f"{self.path}: array {name!r}"
 
     def array(self, name: str, num_dimensions: int, kinds: str) -> Array:
         """An array with so many dimensions, of a dtype of one of `kinds` (NumPy's letters)."""
-        where = self.where(name)
+        beginning = self.where(name)
         if name not in self.names:
             has = ", ".join(map(repr, self.names)) or "no arrays"
-            raise TraceError(f"{where}: missing; the file has {has}")
-        with _damage(where, "damaged, or pickled objects, which are never loaded"):
+            raise TraceError(f"{beginning}: missing; the file has {has}")
+        with _damage(beginning, "damaged, or pickled objects, which are never loaded"):
             with zipfile.ZipFile(self.path) as file:
                 nbytes = file.getinfo(f"{name}.npy").file_size
             if nbytes > MAX_NBYTES:
-                raise TraceError(f"{where}: {nbytes} bytes; at most {MAX_NBYTES} are accepted")
+                raise TraceError(f"{beginning}: {nbytes} bytes; at most {MAX_NBYTES} are accepted")
             with np.load(self.path, allow_pickle=False) as arrays:
                 values: Array = arrays[name]
         if values.dtype.kind not in kinds:
             accepted = " or ".join({"u": "unsigned", "i": "whole", "f": "floating-point"}[kind] for kind in kinds)
-            raise TraceError(f"{where}: dtype {values.dtype}; must be {accepted} numbers")
+            raise TraceError(f"{beginning}: dtype {values.dtype}; must be {accepted} numbers")
         if values.ndim != num_dimensions:
-            raise TraceError(f"{where}: shape {list(values.shape)}; must have {num_dimensions} dimensions")
+            raise TraceError(f"{beginning}: shape {list(values.shape)}; must have {num_dimensions} dimensions")
         return values
 
 
 @contextlib.contextmanager
-def _damage(where: str, accepted: str) -> Iterator[None]:
+def _damage(beginning: str, accepted: str) -> Iterator[None]:
     """Turns the errors of zipfile and NumPy on a damaged file into a TraceError."""
     try:
         yield
     except _DAMAGE as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise TraceError(f"{where}: {accepted} ({reason:.200})") from None
+        raise TraceError(f"{beginning}: {accepted} ({reason:.200})") from None
 
 
 class _Columns:
@@ -107,14 +107,14 @@ class _Columns:
             self.weights = probs.array("probs_x255", 3, "u")
         self.tokens = file.array("token_index", 1, "ui") if "token_index" in file.names else None
         if 0 in experts.shape[1:]:
-            where = file.where("experts")
-            raise TraceError(f"{where}: shape {list(experts.shape)}; must be [tokens, layers, top-k]")
-        for where, values, shape, whose in (
+            beginning = file.where("experts")
+            raise TraceError(f"{beginning}: shape {list(experts.shape)}; must be [tokens, layers, top-k]")
+        for beginning, values, shape, whose in (
             (weights_of, self.weights, experts.shape, "as the experts'"),
             (file.where("token_index"), self.tokens, experts.shape[:1], "one a token"),
         ):
             if values is not None and values.shape != shape:
-                raise TraceError(f"{where}: shape {list(values.shape)}; must be {list(shape)}, {whose}")
+                raise TraceError(f"{beginning}: shape {list(values.shape)}; must be {list(shape)}, {whose}")
         if len(experts) and not (experts.min() >= 0 and experts.max() < MAX_EXPERTS):
             ids = f"ids from {experts.min()} to {experts.max()}"
             raise TraceError(f"{file.where('experts')}: {ids}; must be from 0 to {MAX_EXPERTS - 1}")
@@ -174,12 +174,12 @@ def import_npz(
 
 
 def _check_geometry(columns: _Columns, layers: Sequence[TraceLayer]) -> None:
-    where, (_, num_layers, top_k) = columns.file.where("experts"), columns.experts.shape
+    beginning, (_, num_layers, top_k) = columns.file.where("experts"), columns.experts.shape
     largest = max(layer.top_k for layer in layers)
     if len(layers) != num_layers:
-        raise TraceError(f"{where}: {num_layers} layers, but the geometry has {len(layers)}")
+        raise TraceError(f"{beginning}: {num_layers} layers, but the geometry has {len(layers)}")
     if largest != top_k:
-        raise TraceError(f"{where}: top-{top_k} routing, but the geometry chooses {largest}")
+        raise TraceError(f"{beginning}: top-{top_k} routing, but the geometry chooses {largest}")
 
 
 def _fields(columns: _Columns, layers: tuple[TraceLayer, ...], is_guessed: bool) -> list[FieldInfo]:
@@ -208,11 +208,11 @@ def _fields(columns: _Columns, layers: tuple[TraceLayer, ...], is_guessed: bool)
 
 
 def _sequence_lengths(file: _Npz, num_rows: int) -> npt.NDArray[np.int64]:
-    lengths, where = file.array("seq_len", 1, "ui"), file.where("seq_len")
+    lengths, beginning = file.array("seq_len", 1, "ui"), file.where("seq_len")
     if len(lengths) and lengths.min() < 0:
-        raise TraceError(f"{where}: {lengths.min()}: must be from 0")
+        raise TraceError(f"{beginning}: {lengths.min()}: must be from 0")
     if (total := sum(lengths.tolist())) != num_rows:
-        raise TraceError(f"{where}: the lengths add up to {total}, but there are {num_rows} tokens")
+        raise TraceError(f"{beginning}: the lengths add up to {total}, but there are {num_rows} tokens")
     return lengths.astype(np.int64)
 
 

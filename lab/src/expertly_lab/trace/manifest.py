@@ -90,15 +90,15 @@ def read_manifest(folder: Path) -> TraceManifest:
         raise TraceError(f"{path}: {error}") from None
 
 
-def _fields(found: Mapping[str, _FieldEntry], layers: tuple[TraceLayer, ...]) -> dict[str, FieldInfo]:
+def _fields(entries: Mapping[str, _FieldEntry], layers: tuple[TraceLayer, ...]) -> dict[str, FieldInfo]:
     for name in REQUIRED:
-        if name not in found:
+        if name not in entries:
             raise TraceError(f"fields: {name!r} is missing; every trace has {', '.join(REQUIRED)}")
     fields = {}
-    for name in filter(found.__contains__, DTYPES):
-        field, where = found[name], f"fields.{name}"
+    for name in filter(entries.__contains__, DTYPES):
+        field, beginning = entries[name], f"fields.{name}"
         can_be = field.generator is None or name == "embedding"
-        _check(can_be, f"{where}.generator", field.generator, "only embedding can have one")
+        _check(can_be, f"{beginning}.generator", field.generator, "only embedding can have one")
         expected = fields[name] = trace_field(
             name,
             layers,
@@ -110,20 +110,20 @@ def _fields(found: Mapping[str, _FieldEntry], layers: tuple[TraceLayer, ...]) ->
         )
         for key in ("dtype", "shape"):
             needed, value = getattr(expected, key), getattr(field, key)
-            _check(value == needed, f"{where}.{key}", value, f"must be {needed} in a trace of these layers")
+            _check(value == needed, f"{beginning}.{key}", value, f"must be {needed} in a trace of these layers")
     return fields
 
 
 def _check_shards(shards: tuple[ShardInfo, ...]) -> None:
     row = iteration = 0
     for index, shard in enumerate(shards):
-        where = f"shards[{index}]"
-        _check(is_plain_name(shard.file), f"{where}.file", shard.file, "must be a name in the same folder")
+        beginning = f"shards[{index}]"
+        _check(is_plain_name(shard.file), f"{beginning}.file", shard.file, "must be a name in the same folder")
         for name, needed in (("first_row", row), ("first_iteration", iteration)):
             accepted = f"must be {needed}, as many as the shards before it hold"
-            _check(getattr(shard, name) == needed, f"{where}.{name}", getattr(shard, name), accepted)
+            _check(getattr(shard, name) == needed, f"{beginning}.{name}", getattr(shard, name), accepted)
         can_be = 1 <= shard.num_iterations <= shard.num_rows
-        _check(can_be, f"{where}.num_iterations", shard.num_iterations, "must be from 1 to its number of rows")
+        _check(can_be, f"{beginning}.num_iterations", shard.num_iterations, "must be from 1 to its number of rows")
         row, iteration = row + shard.num_rows, iteration + shard.num_iterations
 
 

@@ -105,10 +105,10 @@ class Trace:
         is_alone = np.ones(num_requests, bool)
         for block in self.blocks(("request", "iteration"), max_rows=_SCAN_ROWS):
             request, iteration = block.columns["request"], block.columns["iteration"]
-            found, places, counts = np.unique(request, return_index=True, return_counts=True)
-            is_new = count[found] == 0
-            first[found[is_new]] = block.first_row + places[is_new]
-            count[found] += counts
+            numbers, places, counts = np.unique(request, return_index=True, return_counts=True)
+            is_new = count[numbers] == 0
+            first[numbers[is_new]] = block.first_row + places[is_new]
+            count[numbers] += counts
             starts = np.flatnonzero(np.diff(iteration, prepend=-1))
             is_mixed = np.minimum.reduceat(request, starts) != np.maximum.reduceat(request, starts)
             if is_mixed.any():
@@ -140,16 +140,16 @@ class Trace:
         info = self.manifest.fields[field]
         if not info.is_stored:
             return _frozen(token_vectors(self.rows("token", start, stop), info.shape[0]))
-        found = []
+        parts = []
         index = max(bisect.bisect_right(self._starts, start) - 1, 0)
         while start < stop:
             part = self.manifest.shards[index]
             end = min(stop, part.first_row + part.num_rows)
-            found.append(self._checked(field, index, start - part.first_row, end - part.first_row))
+            parts.append(self._checked(field, index, start - part.first_row, end - part.first_row))
             start, index = end, index + 1
-        if len(found) == 1:
-            return found[0]
-        return _frozen(np.concatenate(found) if found else np.empty((0, *info.shape), DTYPES[field]))
+        if len(parts) == 1:
+            return parts[0]
+        return _frozen(np.concatenate(parts) if parts else np.empty((0, *info.shape), DTYPES[field]))
 
     def blocks(
         self, fields: Sequence[str], start: int = 0, stop: int | None = None, max_rows: int = 4096
@@ -184,9 +184,9 @@ class Trace:
         else:
             problem = self._checks.problem(field, values, len(self._requests))
         if problem is not None:
-            row, what = problem
+            row, said = problem
             place = f"row {start + row} of the file, {part.first_row + start + row} of the trace"
-            raise TraceError(f"{self.folder / part.file}: field {field!r}: {place}: {what}")
+            raise TraceError(f"{self.folder / part.file}: field {field!r}: {place}: {said}")
         return values
 
     def _column(self, field: str, index: int) -> Array:
@@ -221,20 +221,20 @@ def _read_requests(path: Path) -> list[TraceRequest]:
     return [_parse_request(f"{path}: line {number + 1}", line, number) for number, line in enumerate(lines)]
 
 
-def _parse_request(where: str, line: str, number: int) -> TraceRequest:
+def _parse_request(beginning: str, line: str, number: int) -> TraceRequest:
     try:
         raw = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{where}: not JSON ({error})") from None
+        raise TraceError(f"{beginning}: not JSON ({error})") from None
     if not isinstance(raw, dict):
-        raise TraceError(f"{where}: holds {raw!r:.80}; must be an object")
-    found, num_tokens, category, prompt = map(raw.get, ("request", "num_prompt_tokens", "category", "prompt"))
-    if type(found) is not int or found != number:
-        raise TraceError(f"{where}: request={found!r:.80}: must be {number}, requests are numbered as they come")
+        raise TraceError(f"{beginning}: holds {raw!r:.80}; must be an object")
+    request, num_tokens, category, prompt = map(raw.get, ("request", "num_prompt_tokens", "category", "prompt"))
+    if type(request) is not int or request != number:
+        raise TraceError(f"{beginning}: request={request!r:.80}: must be {number}, requests are numbered as they come")
     if not all(text is None or isinstance(text, str) for text in (category, prompt)):
-        raise TraceError(f"{where}: category, prompt={(category, prompt)!r:.80}: must be strings or null")
+        raise TraceError(f"{beginning}: category, prompt={(category, prompt)!r:.80}: must be strings or null")
     if type(num_tokens) is not int or not 0 <= num_tokens < 1 << 48:
-        raise TraceError(f"{where}: num_prompt_tokens={num_tokens!r:.80}: must be a whole number from 0")
+        raise TraceError(f"{beginning}: num_prompt_tokens={num_tokens!r:.80}: must be a whole number from 0")
     return TraceRequest(number, category, prompt, num_tokens)
 
 
@@ -255,8 +255,8 @@ def token_vectors(tokens: npt.NDArray[np.int32], size: int) -> npt.NDArray[np.fl
     uniform = ((_mixed(counter) >> np.uint64(11)).astype(np.float64) + 1) / 2.0**53  # in (0, 1]
     normal = np.sqrt(-2 * np.log(uniform[:, :size])) * np.cos(2 * np.pi * uniform[:, size:])
     vectors = normal / np.linalg.norm(normal, axis=1, keepdims=True)
-    found: npt.NDArray[np.float16] = vectors.astype(np.float16)[places.reshape(-1)]
-    return found
+    embeddings: npt.NDArray[np.float16] = vectors.astype(np.float16)[places.reshape(-1)]
+    return embeddings
 
 
 def _mixed(counter: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -124,7 +124,7 @@ class TraceManifest:
     @property
     def geometries(self) -> tuple[LayerGeometry, ...] | None:
         """The geometry of all layers; None where the trace does not know all their sizes."""
-        known = [one for layer in self.layers if (one := layer.geometry()) is not None]
+        known = [shape for layer in self.layers if (shape := layer.geometry()) is not None]
         return tuple(known) if len(known) == len(self.layers) else None
 
     @property

@@ -35,8 +35,8 @@ def map_shard(folder: Path, shard: ShardInfo, fields: Sequence[FieldInfo]) -> di
         raise TraceError(f"{path}: missing shard: the manifest names it for {shard.num_rows} rows")
     nbytes = path.stat().st_size
     if nbytes != shard.nbytes:
-        what = "truncated" if nbytes < shard.nbytes else "longer than it was"
-        raise TraceError(f"{path}: {what}: {nbytes} bytes, the manifest says {shard.nbytes}")
+        problem = "truncated" if nbytes < shard.nbytes else "longer than it was"
+        raise TraceError(f"{path}: {problem}: {nbytes} bytes, the manifest says {shard.nbytes}")
     tensors = read_safetensors_header(path, TraceError)
     unknown = tensors.keys() - {field.name for field in fields}
     if unknown:
@@ -59,9 +59,9 @@ def map_shard(folder: Path, shard: ShardInfo, fields: Sequence[FieldInfo]) -> di
     return columns
 
 
-def scratch(dtype: str, shape: tuple[int, ...], what: str) -> Array:
+def scratch(dtype: str, shape: tuple[int, ...], purpose: str) -> Array:
     """An array in the folder for temporary files, mapped into memory: only what is in use takes memory, the rest is
-    page cache. The file has no name and goes away with the array. Raises ConfigError saying `what` it is for where the
+    page cache. The file has no name and goes away with the array. Raises ConfigError naming the `purpose` where the
     disk is full.
     """
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -73,8 +73,8 @@ def scratch(dtype: str, shape: tuple[int, ...], what: str) -> Array:
             return np.memmap(file, dtype, "r+", shape=shape)
     except OSError as error:
         raise ConfigError(
-            f"temporary files: {error.strerror}; {what} needs {nbytes} bytes in {tempfile.gettempdir()}; set TMPDIR to "
-            "a folder that has them, or take fewer tokens"
+            f"temporary files: {error.strerror}; {purpose} needs {nbytes} bytes in {tempfile.gettempdir()}; set TMPDIR "
+            "to a folder that has them, or take fewer tokens"
         ) from None
 
 

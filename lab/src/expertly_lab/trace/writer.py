@@ -63,13 +63,13 @@ class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
         command: str = "",
         rows_per_shard: int = 8192,
     ) -> None:
-        given = {field.name: field for field in fields}
-        known = {name: given.get(name) or trace_field(name, layers) for name in (*REQUIRED, *given)}
+        named = {field.name: field for field in fields}
+        known = {name: named.get(name) or trace_field(name, layers) for name in (*REQUIRED, *named)}
         ordered = {name: known[name] for name in DTYPES if name in known}
         self._manifest = TraceManifest(model, tuple(layers), ordered, dense, created, command)
         self._stored = self._manifest.stored_fields
         self._checks = ValueChecks(layers)
-        row_nbytes = sum(np.dtype((one.dtype, one.shape)).itemsize for one in self._stored)
+        row_nbytes = sum(np.dtype((field.dtype, field.shape)).itemsize for field in self._stored)
         self._rows_per_shard = max(1, min(rows_per_shard, SHARD_NBYTES // row_nbytes))
         self._folder = folder
         self._requests: list[str] = []  # a line each
