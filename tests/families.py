@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 128
 HIDDEN_SIZE = 32
@@ -30,18 +30,19 @@ class Family:
     num_moe_layers: int
     top_k: int = 2
     config: dict[str, Any] = field(default_factory=dict)
-    is_encoder_decoder: bool = False
 
     def make_config(self) -> PreTrainedConfig:
-        shared: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-        if not self.is_encoder_decoder:
-            shared |= {
-                "hidden_size": HIDDEN_SIZE,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 512,
-            }
+        shared: dict[str, Any] = {
+            "vocab_size": VOCAB_SIZE,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+            "hidden_size": HIDDEN_SIZE,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+        }
         return AutoConfig.for_model(self.model_type, **(shared | self.config))
 
 
@@ -63,13 +64,6 @@ def _deepseek(**more: Any) -> dict[str, Any]:
 
 _JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
 _QWEN3_NEXT = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
-_SWITCH = {
-    "num_layers": 4, "num_decoder_layers": 4, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2,
-    "d_model": HIDDEN_SIZE, "d_kv": 8, "d_ff": INTERMEDIATE_SIZE, "num_heads": 4, "num_experts": NUM_EXPERTS,
-    "decoder_start_token_id": 0, "bos_token_id": None, "tie_word_embeddings": True,
-    "expert_capacity": 2,  # low, so that tokens are dropped
-}  # fmt: skip
-
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -100,13 +94,9 @@ FAMILIES: dict[str, Family] = {
             _moe(top_k=3, shared_expert_intermediate_size=24, head_dim=8, linear_num_value_heads=4, **_QWEN3_NEXT)
             | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
         ),
-        Family("switch_transformers", 4, 1, _SWITCH, is_encoder_decoder=True),
     )
 }
 """Every family that must work, by model type."""
-
-INTERFACE_FAMILIES = tuple(name for name in FAMILIES if name != "switch_transformers")
-"""Those that go through transformers' experts interface."""
 
 _KEPT = ("A_log", "dt_bias", ".D", "norm.weight", "layernorm.weight", "layer_norm.weight")
 
@@ -114,10 +104,9 @@ _KEPT = ("A_log", "dt_bias", ".D", "norm.weight", "layernorm.weight", "layer_nor
 def make_model(family: Family | str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A tiny random model: routing varies by token, greedy choices have a margin, biases are not zero."""
     family = FAMILIES[family] if isinstance(family, str) else family
-    auto_class = AutoModelForSeq2SeqLM if family.is_encoder_decoder else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # for what is kept below as the family initialises it
-        model = auto_class.from_config(family.make_config(), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(family.make_config(), dtype=torch.float32)
     draw_weights(model, seed)
     generation_config = model.generation_config
     generation_config.eos_token_id = None
@@ -243,9 +232,7 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tens
 
 def load_reference(folder: str | Path, **kwargs: Any) -> PreTrainedModel:
     """The unmodified model with transformers' default experts implementation (grouped_mm)."""
-    config = AutoConfig.from_pretrained(folder)
-    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return auto_class.from_pretrained(folder, **kwargs).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()
 
 
 def generate(
@@ -256,8 +243,7 @@ def generate(
     settings = {"do_sample": False, "max_new_tokens": max_new_tokens} | kwargs
     with torch.no_grad():
         output = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **settings)
-    start = 0 if model.config.is_encoder_decoder else ids.shape[1]
-    return output[:, start:].tolist()
+    return output[:, ids.shape[1] :].tolist()
 
 
 def reference_generate(
@@ -268,9 +254,8 @@ def reference_generate(
 
 
 def logits_of(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Logits [B, S, V] of one forward without a cache (encoder-decoder: the prompts are fed to both sides)."""
+    """Logits [B, S, V] of one forward without a cache."""
     ids, mask = pad_left(prompts)
     ids, mask = ids.to(model.device), mask.to(model.device)
-    extra = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        return model(input_ids=ids, attention_mask=mask, use_cache=False, **extra).logits
+        return model(input_ids=ids, attention_mask=mask, use_cache=False).logits

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from expertly import api
-from expertly.core.errors import ConfigError, ExpertlyError, ModelUseError
+from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.model.generation import max_positions
 from expertly.model.playing import Played, answer
 from expertly.model.prompts import AskedPrompt, Prompt, asked
@@ -101,8 +101,6 @@ class Bench:
         budgets, requests, left_out = list[BenchBudget](), list[AskedPrompt](), list[str]()
         for memory in memories:
             with self._loaded(BASE_SYSTEM, **memory) as (model, tokenizer):
-                if model.config.is_encoder_decoder:
-                    raise ModelUseError("an encoder-decoder model cannot be benched; accepted: one that decodes alone")
                 handle, limit = api.handle(model), max_positions(model)
                 self.store = handle.store
                 most = None if limit is None else limit - self.settings.num_tokens

@@ -1,21 +1,10 @@
-"""Which layer comes so far ahead of another; routing scores from what a trace or a model knows of them."""
+"""Routing scores from what a trace or a model knows of them."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from expertly.core.observation import layer_ahead, scores_of_choices
-
-
-@pytest.mark.parametrize("stack", [range(5), range(2, 7), range(1), range(3, 4)])
-def test_a_stack_that_decodes_is_gone_round_once(stack: range) -> None:
-    for layer in stack:
-        ahead = [layer_ahead(layer, distance, stack, True) for distance in range(1, len(stack))]
-        assert ahead == [*range(layer + 1, stack.stop), *range(stack.start, layer)], "the next token's come last"
-        assert [layer_ahead(layer, distance, stack, True) for distance in (len(stack), len(stack) + 3)] == [None, None]
-        alone = [layer_ahead(layer, distance, stack, False) for distance in range(1, len(stack) + 3)]
-        assert [other for other in alone if other is not None] == [*range(layer + 1, stack.stop)], "an encoder's ends"
+from expertly.core.observation import scores_of_choices
 
 
 def test_weights_of_the_chosen_are_scattered_and_normalised() -> None:

@@ -49,7 +49,7 @@ def embedded(model: Any, case: Case) -> list[list[int]]:
 
 
 def with_static_cache(model: Any, case: Case) -> list[list[int]]:
-    prompts = case.prompts[:1] if model.config.is_encoder_decoder else case.prompts
+    prompts = case.prompts
     return generate(model, prompts, cache_implementation="static")
 
 
@@ -65,7 +65,6 @@ ALL_WAYS = (beams, sampled, looked_up, assisted, embedded, with_static_cache, wi
     [
         ("qwen3_moe", {"system": "fmoe", "memory": "50%", "segments": 4}, ALL_WAYS),
         ("gpt_oss", {"segments": 4}, (beams, sampled, looked_up, with_static_cache)),
-        ("switch_transformers", {"segments": 4}, (beams, sampled, with_static_cache)),
         ("deepseek_v3", {}, (beams, sampled)),
         ("jamba", {"segments": 4}, (beams, sampled)),
         ("mixtral", {}, (embedded, with_static_cache)),

@@ -19,7 +19,7 @@ from expertly.model.hooks import experts_modules
 from expertly.native.kernels import VARIABLE, choose_kernels
 from tests.engine.conftest import Cases
 from tests.engine.observe import Call, loaded, recording
-from tests.families import INTERFACE_FAMILIES, generate, load_reference
+from tests.families import FAMILIES, generate, load_reference
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 
@@ -56,7 +56,7 @@ FLOAT32 = [(family, torch.float32, layout) for family in ("qwen3_moe", "gpt_oss"
 @pytest.mark.parametrize(
     ("family", "dtype", "layout"),
     [
-        *((family, torch.bfloat16, "P=4 fragmented") for family in INTERFACE_FAMILIES),
+        *((family, torch.bfloat16, "P=4 fragmented") for family in FAMILIES),
         *((family, torch.bfloat16, "P=1") for family in ("mixtral", "gpt_oss", "deepseek_v3")),
         ("qwen3_moe", torch.bfloat16, "P=4"),
         ("gpt_oss", torch.float16, "P=4"),
@@ -114,7 +114,7 @@ def watch_spans(model: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("segments", [1, 4])
 def test_ids_that_are_no_expert_give_zero(segments: int, cases: Cases) -> None:
-    """Upstream's expert parallelism marks an expert of another rank by the id E; switch a token that was dropped."""
+    """Upstream's expert parallelism marks an expert of another rank by the id E."""
     case = cases["qwen3_moe"]
     hidden, weights = torch.randn(3, 32), torch.rand(3, 3)
     index = torch.tensor([[0, 8, 5], [8, 8, 8], [7, 1, 0]])

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(120)
 # -- several at once -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("families", [("qwen3_moe", "gpt_oss"), ("jamba", "switch_transformers")])
+@pytest.mark.parametrize("families", [("qwen3_moe", "gpt_oss"), ("jamba", "granitemoe")])
 def test_two_models_with_interleaved_passes(families: tuple[str, str], cases: Cases) -> None:
     first, second = (cases[family] for family in families)
     with loaded(first.store, system="fmoe") as each, loaded(second.store, segments=4, memory="40%") as two:

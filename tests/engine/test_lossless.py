@@ -44,11 +44,10 @@ def assert_same_logits(model: Any, case: Case) -> None:
 @pytest.mark.parametrize(("number", "family"), enumerate(FAMILIES))
 def test_float32_tokens_and_logits_are_the_reference(number: int, family: str, cases: Cases) -> None:
     case, least = cases[family], least_memory(str(cases[family].store))
-    begun = int(case.reference.config.is_encoder_decoder)  # the decoder's first token is given
-    tokens = [one[: begun + NUM_TOKENS] for one in case.tokens]
+    tokens = [one[:NUM_TOKENS] for one in case.tokens]
     usual = [(EVERYWHERE[number % 3], *PLACES[(number // 3 + 2 * (number % 3)) % 6])]
     ours = [(system, *place) for system, place in product(EVERYWHERE, PLACES)] if IS_FULL else usual
-    for system, segments, memory in ours + (OTHERS if family in ("mixtral", "switch_transformers") else []):
+    for system, segments, memory in ours + (OTHERS if family == "mixtral" else []):
         budget = least if memory == LEAST else memory
         with loaded(case.store, memory=budget, system=system, segments=segments) as model:
             assert generate(model, case.prompts, NUM_TOKENS) == tokens, f"{system} {memory} P={segments}"
@@ -66,14 +65,13 @@ def test_float32_tokens_and_logits_are_the_reference(number: int, family: str, c
 OF_FAMILIES = [  # systems that predict, beside those below and test_random_specs.py: family, memory, segments
     ("fmoe", "mixtral", "50%", 4),
     ("fmoe", "gpt_oss", "50%", 4),
-    ("fmoe", "switch_transformers", "50%", 4),
-    ("moe-infinity", "switch_transformers", "90%", 4),
+    ("moe-infinity", "granitemoe", "90%", 4),
     ("moe-infinity:distance=2:width=3:admission=best:eviction=fmoe", "qwen3_moe", "50%", 1),
-    ("lru:prediction=speculative", "switch_transformers", "50%", 4),
+    ("lru:prediction=speculative", "granitemoe", "50%", 4),
     ("moepic", "mixtral", "50%", 1),
     ("expertly:prediction=fmoe:distance=1", "qwen3_moe", "50%", 4),
+    # of every layer that it needs all, all the time
     *(("everything", family, "30%", segments) for family, segments in (("qwen3_moe", 1), ("gpt_oss", 4))),
-    ("everything", "switch_transformers", "30%", 4),  # of every layer that it needs all, all the time
 ]
 
 
@@ -153,8 +151,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_own(family: str, cases:
     case = cases[family]
     reference, errors = load_reference(case.folder, dtype=torch.bfloat16), []
     for way in ("grouped_mm", "batched_mm", "eager"):
-        if family != "switch_transformers":
-            reference.set_experts_implementation(way)
+        reference.set_experts_implementation(way)
         errors.append((logits_of(reference, case.prompts).float() - case.logits).abs().max())
     settings = {"system": "fmoe"} if family in ("qwen3_moe", "gpt_oss") else {"system": "lru"}
     with loaded(case.folder, dtype="bfloat16", segments=4, **settings) as model:

@@ -76,5 +76,3 @@ def test_what_a_pass_and_its_kv_cache_take() -> None:
         assert kv_cache_nbytes(config, 100, 2) == 12 * 2 * 64 * 100 * 2
     latent = {"num_attention_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
     assert kv_cache_nbytes(latent | {"v_head_dim": 8, "num_hidden_layers": 3}, 10, 4) == 3 * 4 * 24 * 10 * 4
-    switch = {"num_heads": 4, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2}
-    assert kv_cache_nbytes(switch, 10, 4) == 4 * 4 * 16 * 10 * 4

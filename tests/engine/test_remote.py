@@ -55,7 +55,7 @@ def states(model: Any, name: str) -> list[Any]:
 
 
 SEGMENTS = {
-    "qwen3_moe": 1, "gpt_oss": 1, "deepseek_v3": 4, "switch_transformers": 4, "granitemoe": 1, "qwen2_moe": 2,
+    "qwen3_moe": 1, "gpt_oss": 1, "deepseek_v3": 4, "granitemoe": 1, "qwen2_moe": 2,
 }  # fmt: skip
 WORKERS = {1: ("50%",), 2: ("25%", "50%"), 4: ("100%", "20%", "30%", "20%")}
 """Memory of each. Beside 25 % here, it is less than all experts, exactly all, and more."""

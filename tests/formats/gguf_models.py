@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
+from expertly.model.structure import find_experts
 from tests import every_family
 from tests.families import VOCAB_SIZE, draw_weights
 from tests.formats.gguf_files import set_metadata, write_file
@@ -270,6 +271,18 @@ def _gpt_oss_metadata(config: Any) -> Values:
     }
 
 
+def _factors(short: list[float], long: list[float] | None = None, scale: float = 1.0) -> Values:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 1.0,
+        "original_max_position_embeddings": 24,
+        "short_factor": short,
+        "long_factor": long or short,
+        **dict.fromkeys(("attention_factor", "short_mscale", "long_mscale"), scale),
+    }
+
+
 CASES: dict[str, Case] = {
     "gpt-oss": Case("gpt-oss", "gpt_oss", {"sliding_window": 16}, _gpt_oss_metadata, {"sinks": "attn_sinks.weight"}),
     "mixtral": Case("llama", "mixtral", metadata=lambda config: {"rope.dimension_count": 16}, tensors=PAIRS),
@@ -521,6 +534,78 @@ CASES: dict[str, Case] = {
             "f_b_proj.weight": "ssm_f_b.weight",
         },
     ),
+    "llama 4": Case(
+        "llama4",
+        "llama4_text",
+        {"intermediate_size_mlp": 64, "interleave_moe_layer_step": 2, "moe_layers": None, "attention_chunk_size": 8192},
+        lambda config: {
+            "feed_forward_length": config.intermediate_size_mlp,
+            "expert_feed_forward_length": config.intermediate_size,
+            "interleave_moe_layer_step": 2,
+            "rope.dimension_count": 16,
+        },
+    ),
+    "llama 4, factors": Case(
+        "llama4",
+        "llama4_text",
+        {
+            "intermediate_size_mlp": 64,
+            "interleave_moe_layer_step": 1,
+            "moe_layers": None,
+            "attention_chunk_size": 8192,
+            "rope_parameters": _factors([1.0, 1.5, 2, 3, 4, 6, 8, 8]),
+        },
+        lambda config: {
+            "feed_forward_length": config.intermediate_size_mlp,
+            "expert_feed_forward_length": config.intermediate_size,
+            "interleave_moe_layer_step": 1,
+        },
+        more=lambda config: {"rope_freqs.weight": torch.tensor([1.0, 1.5, 2, 3, 4, 6, 8, 8])},
+    ),
+    "phimoe, long texts": Case(
+        "phimoe",
+        "phimoe",
+        {"rope_parameters": _factors([1.0] * 8, [1.0, 1, 2, 2, 4, 4, 8, 8], 1.25)},
+        lambda config: {"rope.scaling.attn_factor": 1.25, "rope.scaling.original_context_length": 24},
+        more=lambda config: {
+            "rope_factors_short.weight": torch.ones(8),
+            "rope_factors_long.weight": torch.tensor([1.0, 1, 2, 2, 4, 4, 8, 8]),
+        },
+    ),
+    "ling 2": Case(
+        "bailingmoe2",
+        "glm4_moe",
+        {"use_qk_norm": True},
+        lambda config: _partial(0.5)(config) | {"rope.scaling.type": "none", "expert_shared_feed_forward_length": 32},
+    ),
+    "mimo": Case(
+        "mimo2",
+        "mimo_v2_flash",
+        {
+            "num_key_value_heads": 1,
+            "v_head_dim": 32,
+            "attention_value_scale": 0.5,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            },
+        },
+        lambda config: {
+            "attention.head_count_kv": [1, 2, 2, 1],
+            "attention.sliding_window": config.sliding_window,
+            "attention.sliding_window_pattern": [0, 1, 1, 0],
+            "attention.value_length": 32,
+            "attention.value_scale": 0.5,
+            "rope.dimension_count": 8,
+            "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 1e4,
+            "expert_gating_func": 2,
+            "leading_dense_block_count": None,
+            "expert_weights_norm": None,
+        },
+        {"sinks": "attn_sinks.weight"},
+    ),
     "qwen3vl": Case(
         "qwen3vlmoe",
         "qwen3_vl_moe_text",
@@ -556,10 +641,11 @@ def make_model(case: Case) -> PreTrainedModel:
     model, drawn = build(), build()
     draw_weights(drawn, 1)
     model.load_state_dict(drawn.state_dict())  # and no buffers that are in no checkpoint
+    sites = {site.name: site for site in find_experts(model, 4)}
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            module: Any = model.get_submodule(name.rpartition(".")[0])
-            rows = tensor.mT if getattr(module, "is_transposed", False) and tensor.dim() > 2 else tensor
+            site = sites.get(name.rpartition(".")[0])
+            rows = tensor.mT if site is not None and site.is_transposed and tensor.dim() > 2 else tensor
             if tensor.dim() > 1 and "conv" not in name and rows.shape[-1] % 32 == 0:
                 rows.copy_((rows * 512).round().clamp(-127, 127) / 512)
                 rows[..., ::32] = 127 / 512
@@ -606,6 +692,7 @@ def tensors_of(model: PreTrainedModel, case: Case) -> Tensors:
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture)
     names = gguf.get_tensor_name_map(kind, model.config.get_text_config().num_hidden_layers)
     tied = model.all_tied_weights_keys
+    sites = {site.name: site for site in find_experts(model, 4)}
     made = case.more(model.config)
     for path, tensor in model.state_dict().items():
         if path in tied or ".visual." in path:
@@ -619,7 +706,7 @@ def tensors_of(model: PreTrainedModel, case: Case) -> Tensors:
         elif convert is not None:
             made |= {f"{prefix}{one}": part for one, part in convert(model.config.get_text_config(), tensor).items()}
         elif ".experts." in name:
-            experts: Any = model.get_submodule(path.rpartition(".")[0])
+            experts: Any = sites[path.rpartition(".")[0]]
             matrix, is_weight = name.rpartition(".")[2].removesuffix("_bias"), not name.endswith("_bias")
             tensor = tensor.transpose(1, 2) if experts.is_transposed and is_weight else tensor
             parts = {"down_proj": ("down",), "up_proj": ("up",), "gate_up_proj": ("gate", "up")}[matrix]
@@ -634,4 +721,7 @@ def tensors_of(model: PreTrainedModel, case: Case) -> Tensors:
             known = names.get_name(stem)
             assert known is not None and end in ("weight", "bias"), f"{name} has no name in GGUF"
             made[f"{known}.{end}"] = tensor
+    for name in [name for name in made if name.endswith("attn_q.weight")] if case.architecture == "bailingmoe2" else ():
+        parts = [made.pop(name.replace("attn_q", f"attn_{each}")) for each in "qkv"]
+        made[name.replace("attn_q", "attn_qkv")] = torch.cat(parts)
     return made

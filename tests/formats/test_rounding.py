@@ -95,7 +95,6 @@ def test_weights_become_the_nearest_numbers(form: str) -> None:
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 128, "moe_intermediate_size": 128},
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},  # interleaved, transposed and with biases
-    "switch_transformers": {"d_model": 64, "d_ff": 64},  # no gate, an encoder
 }
 
 

@@ -164,10 +164,7 @@ def change(source: Path, function: Callable[[str, torch.Tensor], torch.Tensor | 
 
 def canonical(site: ExpertsSite, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """[E, I, M, H] from a loaded model's parameters, worked out apart from the packer."""
-    if not site.is_fused:
-        pairs = [site.expert_weight_names(expert) for expert in range(site.geometry.num_experts)]
-        return torch.stack([torch.stack([state[up], state[down].T], dim=1) for up, down in pairs])
-    up, down = (state[name] for name in site.expert_weight_names(0))
+    up, down = (state[name] for name in site.parameters)
     if site.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     rows = [up]
@@ -220,7 +217,7 @@ def assert_holds_what_transformers_loads(
         target, pattern = conversion.target(name)
         if pattern is None:
             assert torch.equal(tensor.to(state[target].dtype), state[target]), name
-    experts = {name for s in sites for e in range(s.geometry.num_experts) for name in s.expert_weight_names(e)}
+    experts = {name for site in sites for name in site.parameters}
     tied = reference.all_tied_weights_keys
     made = {conversion.target(name)[0] for name in dense} | {f"{path}.weight" for path in store.manifest.dense_formats}
     assert {n for n, _ in reference.named_parameters()} - made - experts - set(tied) - set(tied.values()) == set()

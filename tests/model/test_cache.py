@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from expertly.model.hooks import ROOM_TOKENS, RoomyLayer, give_room, places
 
@@ -118,11 +118,9 @@ def test_gradients_go_through() -> None:
 
 
 def test_only_plain_layers_that_grow() -> None:
-    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    cache.self_attention_cache.layers = [DynamicLayer(), DynamicSlidingWindowLayer(4)]
-    cache.cross_attention_cache.layers = [DynamicLayer()]
+    cache = DynamicCache()
+    cache.layers = [DynamicLayer(), DynamicSlidingWindowLayer(4)]
     give_room(cache)
-    assert [type(layer) for layer in cache.self_attention_cache.layers] == [RoomyLayer, DynamicSlidingWindowLayer]
-    assert type(cache.cross_attention_cache.layers[0]) is DynamicLayer
+    assert [type(layer) for layer in cache.layers] == [RoomyLayer, DynamicSlidingWindowLayer]
     for nothing in (None, ((torch.zeros(1), torch.zeros(1)),)):
         give_room(nothing)

@@ -35,7 +35,7 @@ def summary(iterations: list[Iteration]) -> list[tuple[str, int, int, int]]:
     return [(info.phase, len(info.is_prefill), num, info.num_requests) for info, num in zip(infos, pads, strict=True)]
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "switch_transformers"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_generate_is_one_prefill_and_then_decode(family: str, toys: Toys) -> None:
     """Two prompts of 9 and 6 tokens, padded on the left, four new tokens each; every layer ran in every pass."""
     toy = toys[family]
@@ -47,16 +47,6 @@ def test_generate_is_one_prefill_and_then_decode(family: str, toys: Toys) -> Non
     for each in seen:
         assert each.ok and each.info.token_ids is None and each.info.sequences is None, "nobody asked"
         assert each.layer_rows == [(layer, len(each.info.is_prefill)) for layer in layers]
-
-
-def test_encoder_is_prefill_and_the_decoder_decodes(toys: Toys) -> None:
-    toy = toys["switch_transformers"]
-    seen = record(toy, lambda model: generate(model, make_prompts(2, length=9), max_new_tokens=3))
-    assert summary(seen) == [("prefill", 18, 3, 2), *[("decode", 2, 0, 2)] * 3]
-    assert seen[0].layer_rows == [(0, 18), (1, 18)]
-    assert all(each.layer_rows == [(2, 2), (3, 2)] for each in seen[1:])
-    seen = record(toy, lambda model: logits_of(model, make_prompts(1, length=5)))
-    assert summary(seen) == [("prefill", 5, 0, 1), ("prefill", 5, 0, 1)]
 
 
 def test_inputs_embeds_calls_without_a_cache_and_with_a_given_one(toys: Toys) -> None:
@@ -81,9 +71,9 @@ def test_inputs_embeds_calls_without_a_cache_and_with_a_given_one(toys: Toys) ->
 # -- sequences side by side in one row, as continuous batching has them ------------------------------------------------
 
 
-def packed(bounds: list[int], ids: list[int], layers: range | None = None, **more: Any) -> IterationInfo:
+def packed(bounds: list[int], ids: list[int], **more: Any) -> IterationInfo:
     inputs = {"input_ids": torch.tensor([ids]), "cu_seq_lens_q": torch.tensor(bounds, dtype=torch.int32)}
-    info = describe_pass("causal", inputs | more, layers)
+    info = describe_pass(inputs | more, True)
     assert info is not None and info.is_pad is not None
     return info
 
@@ -91,35 +81,35 @@ def packed(bounds: list[int], ids: list[int], layers: range | None = None, **mor
 def test_packed_sequences_with_a_phase_each() -> None:
     """Requests: 3 new tokens; 1 token on a past of 7; none; 1 token and no past; then two rows of padding."""
     bounds, ids, positions = [0, 3, 4, 4, 5], [7, 8, 9, 5, 6, 0, 0], torch.tensor([[0, 1, 2, 7, 0, 0, 0]])
-    info = packed(bounds, ids, range(3), position_ids=positions)
+    info = packed(bounds, ids, position_ids=positions)
     assert info.is_prefill.tolist() == [True, True, True, False, True, False, False]
     assert info.is_pad is not None and info.is_pad.tolist() == [False] * 5 + [True] * 2
     assert (info.num_requests, info.phase) == (3, "prefill")
     assert info.token_ids is not None and info.token_ids.tolist() == ids
     assert info.sequences is not None and info.sequences[:5].tolist() == [0, 0, 0, 1, 3]
     assert info.starts is not None and info.starts[[0, 1, 3]].tolist() == [0, 7, 0]
-    assert packed(bounds, ids, range(3)).starts is None, "no positions"
+    assert packed(bounds, ids).starts is None, "no positions"
 
 
 # -- which token of which sequence each row is, for a runtime that wants to know ---------------------------------------
 
 
-def told(toy: Toy, run: Callable[[Any], Any]) -> list[tuple[list[int] | None, list[int], range | None]]:
-    """(token ids, sequences, layers) of each pass."""
+def told(toy: Toy, run: Callable[[Any], Any]) -> list[tuple[list[int] | None, list[int]]]:
+    """(token ids, sequences) of each pass."""
     infos = [each.info for each in record(toy, run, wants_token_ids=True)]
     assert all(info.sequences is not None for info in infos)
     return [
-        (None if info.token_ids is None else info.token_ids.tolist(), info.sequences.tolist(), info.layers)  # type: ignore[union-attr]
+        (None if info.token_ids is None else info.token_ids.tolist(), info.sequences.tolist())  # type: ignore[union-attr]
         for info in infos
     ]
 
 
 def test_tokens_of_a_batch_with_pads(toys: Toys) -> None:
-    prompts, layers = make_prompts(2, length=9), range(3)
+    prompts = make_prompts(2, length=9)
     new: list[list[int]] = []
     seen = told(toys["qwen3_moe"], lambda model: new.extend(generate(model, prompts, max_new_tokens=3)))
-    assert seen[0] == (prompts[0] + [0] * 3 + prompts[1], [0] * 9 + [1] * 9, layers)
-    assert seen[1:] == [([new[0][i], new[1][i]], [0, 1], layers) for i in range(2)]
+    assert seen[0] == (prompts[0] + [0] * 3 + prompts[1], [0] * 9 + [1] * 9)
+    assert seen[1:] == [([new[0][i], new[1][i]], [0, 1]) for i in range(2)]
 
 
 def test_embeddings_are_told_instead_of_tokens(toys: Toys) -> None:
@@ -130,13 +120,6 @@ def test_embeddings_are_told_instead_of_tokens(toys: Toys) -> None:
     assert info.token_ids is None and info.sequences is not None and info.sequences.tolist() == [0, 0, 0]
     assert info.embeddings is not None and info.embeddings.dtype == "float16"
     assert torch.equal(torch.tensor(info.embeddings), embedded[0].half())
-
-
-def test_the_encoder_and_the_decoder_have_their_own_tokens_and_layers(toys: Toys) -> None:
-    prompt, new = make_prompts(1, length=6), list[list[int]]()
-    seen = told(toys["switch_transformers"], lambda model: new.extend(generate(model, prompt, max_new_tokens=3)))
-    assert seen[0] == (prompt[0], [0] * 6, range(2))
-    assert seen[1:] == [([token], [0], range(2, 4)) for token in new[0][:3]], "it starts with the start token"
 
 
 # -- passes that fail, and threads -------------------------------------------------------------------------------------

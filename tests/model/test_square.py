@@ -14,7 +14,6 @@ from tests.engine.observe import loaded
 from tests.families import (
     FAMILIES,
     HIDDEN_SIZE,
-    INTERFACE_FAMILIES,
     INTERMEDIATE_SIZE,
     logits_of,
     make_checkpoint,
@@ -26,7 +25,7 @@ from tests.model.checkpoints import assert_holds_what_transformers_loads, change
 TURNED = ("experts.gate_up_proj", "experts.down_proj")
 
 
-@pytest.mark.parametrize("family", INTERFACE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_square_checkpoint_holds_what_transformers_loads(family: str, tmp_path: Path) -> None:
     """Down is square here; gate and up together are in all other tests, where hidden is twice as wide as an expert."""
     known = FAMILIES[family]

@@ -62,15 +62,13 @@ class ToyRuntime:
         self.num_calls += 1
         if self.num_calls == self.fail_at_call:
             raise self.failure
-        geometry, choice = self.layers[layer], top_k_index
+        geometry = self.layers[layer]
         assert hidden_states.shape[1] == geometry.hidden_size
         assert top_k_index.shape == top_k_weights.shape == (hidden_states.shape[0], geometry.top_k)
         if self.iterations and self.iterations[-1].ok is None:
             self.iterations[-1].layer_rows.append((layer, hidden_states.shape[0]))
-        if isinstance(module, nn.ModuleDict):  # switch's, which take a mask
-            choice = nn.functional.one_hot(top_k_index, geometry.num_experts + 1)[..., :-1]
         with torch.no_grad():
-            output: torch.Tensor = self.experts[layer].forward(hidden_states, choice, top_k_weights)
+            output: torch.Tensor = self.experts[layer].forward(hidden_states, top_k_index, top_k_weights)
         return output
 
 

@@ -65,8 +65,6 @@ class Measurement:
         self._outside_ns: list[int] = []  # of a step, before its first layer's experts and behind the last one's
         self._busy_ns: dict[int, list[int]] = defaultdict(list)  # of a layer's experts, waits left out, by its misses
         self._loads_ns: dict[int, list[int]] = defaultdict(list)  # until so many experts were there
-        if model.config.is_encoder_decoder:
-            raise ModelUseError("an encoder-decoder model's passes are of two kinds: its costs cannot be measured yet")
         if set(self._geometry.layers) != {self._layer}:
             raise ModelUseError("this model's layers have experts of several shapes: its costs cannot be measured yet")
 

@@ -28,4 +28,4 @@ def test_no_system_changes_a_token_on_an_accelerator(
 
 def test_what_is_kept_nowhere_is_prefetched(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     system = "lru:allocation=none:prediction=lookahead:ahead=staging"
-    assert_prediction_is_lossless(system, "switch_transformers", "60%", 2, cases, monkeypatch)
+    assert_prediction_is_lossless(system, "granitemoe", "60%", 2, cases, monkeypatch)

@@ -163,12 +163,11 @@ class Chat:
                 streamer=streamer,
                 stopping_criteria=[lambda ids, scores: torch.full(ids.shape[:1], stop.is_set(), device=ids.device)],
             )
-        if not model.config.is_encoder_decoder:  # an encoder reads the whole conversation anew
-            # A recurrent state goes on by one token at a time, or begins anew: not by a message of several.
-            is_recurrent = any(hasattr(layer, "conv_states") for layer in getattr(getattr(made, CACHE), "layers", ()))
-            self._cache = None if is_recurrent else getattr(made, CACHE)
-            self._said = made.sequences[0].tolist()
-            self._cached = self._said[:-1]  # the last token was not computed with
+        # A recurrent state goes on by one token at a time, or begins anew: not by a message of several.
+        is_recurrent = any(hasattr(layer, "conv_states") for layer in getattr(getattr(made, CACHE), "layers", ()))
+        self._cache = None if is_recurrent else getattr(made, CACHE)
+        self._said = made.sequences[0].tolist()
+        self._cached = self._said[:-1]  # the last token was not computed with
         seconds = (time.perf_counter_ns() - start_ns) / 1e9
         after, times = expertly.stats(model).as_dict(), streamer.times_ns
         was, now = before["phases"]["decode"], after["phases"]["decode"]

@@ -40,19 +40,6 @@ class IterationInfo:
     embeddings: npt.NDArray[np.float16] | None = None  # [T, H] what is fed instead of ids
     sequences: npt.NDArray[np.int32] | None = None  # [T] row of the batch
     starts: npt.NDArray[np.int64] | None = None  # [sequences] position of the first row, where rows are adjacent
-    layers: range | None = None  # MoE layers of the stack that runs: an encoder and a decoder are two stacks
-    decodes: bool = True  # whether the next token's pass runs the same stack again; an encoder's does not
-
-
-def layer_ahead(layer: int, distance: int, stack: range, decodes: bool) -> int | None:
-    """The layer that runs `distance` layers after `layer` of `stack`, or None.
-
-    A stack that decodes wraps around: after its last layer the next token runs its first ones.
-    """
-    ahead = layer + distance
-    if ahead < stack.stop:
-        return ahead
-    return ahead - len(stack) if decodes and distance < len(stack) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +49,6 @@ class Began:
     requests: npt.NDArray[np.int64]  # [T] the request of each row, by a number that no other request has
     is_prefill: npt.NDArray[np.bool_]  # [T]
     embedding: Floats | None = None  # [T, H] the model's input embedding of the row
-    layers: range | None = None  # MoE layers of the stack that runs (an encoder and a decoder are two); None: all
     token_ids: npt.NDArray[np.int32] | None = None  # [T] below 0: unknown
     choices: Mapping[int, Ids] = field(default_factory=dict)  # [T, K] of layers whose router goes by the token alone
 
@@ -75,7 +61,7 @@ class Routed:
     experts: Ids | None = None  # [T, K]
     scores: Floats | None = None  # [T, E]
     lookahead: Floats | None = None  # [T, D, E] the routers of the next D layers, asked about this layer's input.
-    # Past the last layer of a stack that decodes they are its first ones, for the next token. 0 where unknown.
+    # Past the last layer they are the first ones, for the next token. 0 where unknown.
     inputs: Floats | None = None  # [T, H] what the router was asked about
 
     @property

@@ -271,26 +271,26 @@ def _text_of(config: dict[str, Any]) -> dict[str, Any]:
 def pass_nbytes(config: dict[str, Any], itemsize: int) -> int:
     """Activations of each token that a forward pass on a CPU reads."""
     text = _text_of(config)
-    hidden = text.get("hidden_size", text.get("d_model", 0))
+    hidden = text.get("hidden_size", 0)
     top_k = next(
         (text[name] for name in ("num_experts_per_tok", "num_experts_per_token", "top_k") if text.get(name)), 1
     )
-    wide = text.get("intermediate_size", text.get("d_ff", 0)) or 0
-    return int(itemsize * (hidden * (8 + 2 * top_k) + 3 * wide))
+    wide = text.get("intermediate_size", 0) or 0
+    # Llama 4 gives each expert a copy of all tokens, scaled, and sums as many outputs.
+    copies = 3 * text.get("num_local_experts", 0) if text.get("model_type") == "llama4_text" else 0
+    return int(itemsize * (hidden * (8 + 2 * top_k + copies) + 3 * wide))
 
 
 def kv_cache_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:
     """Keys and values of `context` tokens of one request; an upper bound for sliding, shared or compressed layers."""
     text = _text_of(config)
     heads = text.get("num_attention_heads", text.get("num_heads", 1))
-    hidden = text.get("hidden_size", text.get("d_model", 0))
-    size = text.get("head_dim") or text.get("d_kv") or hidden // max(1, heads)
+    hidden = text.get("hidden_size", 0)
+    size = text.get("head_dim") or hidden // max(1, heads)
     key_size = text.get("qk_nope_head_dim", 0) + text.get("qk_rope_head_dim", 0) or size
     value_size = text.get("v_head_dim") or size
     kv_heads = heads if "kv_lora_rank" in text else text.get("num_key_value_heads") or heads
     layers = text.get("num_hidden_layers", text.get("num_layers", 0))
-    if "num_decoder_layers" in text:  # encoder-decoder: self and cross attention of each decoder layer
-        layers = 2 * (text["num_decoder_layers"] or layers)
     return layers * kv_heads * (key_size + value_size) * context * itemsize
 
 

@@ -16,7 +16,7 @@ import torch
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
-from expertly.core.observation import Began, Floats, IterationInfo, Routed, Want, layer_ahead, scores_of_choices
+from expertly.core.observation import Began, Floats, IterationInfo, Routed, Want, scores_of_choices
 from expertly.engine.device import kind_of
 from expertly.engine.runtime import Engine, Executor
 from expertly.model.hooks import saturated_half
@@ -170,13 +170,11 @@ class Collector:
             choices = {}
             if info.token_ids is not None:
                 tokens = torch.tensor(_cut(info.token_ids, is_real))
-                of_stack = (layer for layer in self._of_tokens if info.layers is None or layer in info.layers)
-                choices = {layer: _read_only(self._of_tokens[layer][tokens].numpy()) for layer in of_stack}
+                choices = {layer: _read_only(table[tokens].numpy()) for layer, table in self._of_tokens.items()}
             return Began(
                 _read_only(_cut(requests, is_real)),
                 _read_only(_cut(info.is_prefill, is_real)),
                 None if embedding is None else _read_only(embedding.astype(np.float32)),
-                info.layers,
                 None if token_ids is None else _read_only(_cut(token_ids, is_real)),
                 choices,
             )
@@ -214,7 +212,7 @@ class Collector:
                 if "inputs" in wants:
                     router_inputs = _read_only(saturated_half(rows).astype(np.float32))
                 if "lookahead" in wants:
-                    lookahead = _read_only(self._look_ahead(layer, rows, info))
+                    lookahead = _read_only(self._look_ahead(layer, rows))
             return Routed(ran, experts, scores, lookahead, router_inputs)
 
         return routed
@@ -226,18 +224,14 @@ class Collector:
         kept = inputs.detach().clone() if self._wants & {"lookahead", "inputs"} else None
         self._seen[layer] = kept, logits.detach()
 
-    def _look_ahead(self, layer: int, inputs: torch.Tensor, info: IterationInfo) -> Floats:
-        """Scores [T, D, E] of the routers of the next D layers for this layer's inputs. 0 behind the last layer, and
-        for layers of another hidden size.
+    def _look_ahead(self, layer: int, inputs: torch.Tensor) -> Floats:
+        """Scores [T, D, E] of the routers of the next D layers for this layer's inputs; after the last layer the next
+        token runs the first ones. 0 for layers of another hidden size.
         """
-        stack = range(len(self._layers)) if info.layers is None else info.layers
         num_experts = max(shape.num_experts for shape in self._layers)
         lookahead = np.zeros((len(inputs), self._distance, num_experts), np.float32)
-        for distance in range(1, self._distance + 1):
-            ahead = layer_ahead(layer, distance, stack, info.decodes)
-            if ahead is None:
-                break
-            router = self._routers[ahead]
+        for distance in range(1, min(self._distance, len(self._layers) - 1) + 1):
+            router = self._routers[(layer + distance) % len(self._layers)]
             if router is not None and router.can_look_ahead and router.hidden_size == inputs.shape[-1]:
                 scores = router.scores(inputs).half().cpu().numpy()
                 lookahead[:, distance - 1, : scores.shape[-1]] = scores
@@ -279,7 +273,7 @@ class Prefetching:
     def begin(self, info: IterationInfo) -> None:
         began = self._collector.begin(info)
         if began is not None:
-            self._prefetcher.begin_iteration(began, info.layers)
+            self._prefetcher.begin_iteration(began)
 
     def end(self, ok: bool) -> None:
         if self._collector.is_open:

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -75,20 +76,39 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
 """By `quant_method` of `quantization_config`; of MLX, which has none, "mlx"."""
 
 
-def layout_of(quantization: Mapping[str, Any], dtype: str) -> Layout:
-    """Of a method in LAYOUTS, for a model that computes in `dtype`. Raises UnsupportedModelError naming a field."""
-    return LAYOUTS[quantization["quant_method"]](quantization, dtype)
+@cache
+def extension(name: str) -> Any:
+    """What an installed distribution calls so in its entry points `expertly.formats`: the class of a `Layout`, or an
+    `Architecture` of GGUF files; None where none does. Raises ConfigError where it cannot be loaded.
+    """
+    for entry in entry_points(group="expertly.formats", name=name):
+        try:
+            return entry.load()
+        except Exception as cause:  # a stranger's module
+            raise ConfigError(f"format={name!r:.80}: {entry.value} cannot be loaded: {cause!r:.200}") from cause
+    return None
+
+
+def layout_of(quantization: object, dtype: str) -> Layout | None:
+    """Of a config's `quant_method` in LAYOUTS, or an `extension`, for a model that computes in `dtype`; None of another
+    method. Raises UnsupportedModelError naming a field.
+    """
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if not isinstance(quantization, dict) or not isinstance(method, str):
+        return None
+    made: Any = LAYOUTS.get(method) or extension(method)
+    is_layout = method in LAYOUTS or (isinstance(made, type) and issubclass(made, Layout))
+    return made(quantization, dtype) if is_layout else None
 
 
 def format_of(quantization: object, tensors: Mapping[str, Header], dtype: str) -> str:
     """The name of the format that keeps most bytes of a checkpoint with these tensors (none: only the config is known);
     "" where none does, or the layout is refused.
     """
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if not isinstance(quantization, dict) or not isinstance(method, str) or method not in LAYOUTS:
-        return ""
     try:
         layout = layout_of(quantization, dtype)
+        if layout is None:
+            return ""
         if not tensors:
             form = layout.usual_form()
             return "" if form is None else form.name

@@ -394,8 +394,6 @@ def why_not_together(model: Any, page_tokens: int) -> str | None:
 
     Raises ExpertlyError where experts could not be loaded, which says nothing about the family.
     """
-    if model.config.is_encoder_decoder:
-        return "it has an encoder"
     events: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # of each token None, or what failed
 
     def choose(names: Sequence[str], logits: torch.Tensor) -> list[int | None]:

@@ -109,14 +109,15 @@ def make_layout(quantization: object, dtype: str) -> Layout | None:
     """What undoes `config.quantization_config` for a model in `dtype`, or None. Raises UnsupportedModelError."""
     if not quantization:
         return None
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if not isinstance(quantization, dict) or not isinstance(method, str) or method not in LAYOUTS:
+    layout = layout_of(quantization, dtype)
+    if layout is None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         kind = f" ({_REFUSED[method]})" if isinstance(method, str) and method in _REFUSED else ""
         raise UnsupportedModelError(
             f"quantization_config.quant_method={method!r:.80}{kind}: packing cannot undo it, whatever the dtype; "
             f"supported: none, {', '.join(LAYOUTS)}; or give an unquantised checkpoint of the model"
         )
-    return layout_of(quantization, dtype)
+    return layout
 
 
 class Conversion:
@@ -327,7 +328,7 @@ class ExpertsReader:
         self._site, self._checkpoint, self._conversion = site, checkpoint, conversion
         self._groups: dict[str, Group] = {}
         num_experts = site.geometry.num_experts
-        for target in dict.fromkeys(name for expert in range(num_experts) for name in site.expert_weight_names(expert)):
+        for target in site.parameters:
             made_by = (group for group in groups.values() if target in conversion.targets(group))
             group = groups.get(target) or next(made_by, None)
             if group is None:
@@ -382,7 +383,7 @@ class ExpertsReader:
     def _matrices(self, expert: int) -> Iterator[torch.Tensor]:
         """Gate (if any), up, and down transposed: [I, H] each."""
         site = self._site
-        first, second = site.expert_weight_names(expert)
+        first, second = site.parameters
         up = self._weight(first, expert)
         up = up.T if site.is_transposed else up
         yield from (up[rows] for rows in self._inner_rows(len(up), site.is_concatenated))
@@ -397,10 +398,9 @@ class ExpertsReader:
         return [slice(half), slice(half, None)] if is_concatenated else [slice(0, None, 2), slice(1, None, 2)]
 
     def _kept(self, form: ExpertFormat, expert: int) -> Iterator[Bytes]:
-        first, second = self._site.expert_weight_names(expert)
         inner, (down,) = (
             self._conversion.parts(self._forms[target], self._groups[target], self._checkpoint, expert)
-            for target in (first, second)
+            for target in self._site.parameters
         )
         if len(inner) == 1:  # of gate and up, or there is no gate
             (fused,) = inner
@@ -409,15 +409,12 @@ class ExpertsReader:
         return form.pack(inner, down)
 
     def _kept_format(self) -> ExpertFormat | None:
-        """The checkpoint's format, if nothing is done with its experts but dequantise them, all alike; else None."""
+        """The checkpoint's format, if nothing is done with its experts but dequantise them; else None."""
         self._forms = {
             target: self._conversion.forms(group, self._checkpoint) for target, group in self._groups.items()
         }
-        pairs = [self._site.expert_weight_names(expert) for expert in range(self._site.geometry.num_experts)]
-        (inner, *unlike_inner), (down, *unlike_down) = (
-            {tuple(self._forms[target]) for target in targets} for targets in zip(*pairs, strict=True)
-        )
-        if unlike_inner or unlike_down or not inner or not down:
+        inner, down = self._forms.values()
+        if not inner or not down:
             return None
         form = ExpertFormat(inner[0], inner[-1], down[0])
         return form if form.fits(self._site.geometry) else None
@@ -444,8 +441,6 @@ class ExpertsReader:
         return (columns, rows) if self._site.is_transposed else (rows, columns)
 
     def _weight(self, target: str, expert: int) -> torch.Tensor:
-        if not self._site.is_fused:
-            return self._convert(target, None)
         if self._groups[target].is_rowwise:
             return self._convert(target, expert)[0]
         if target not in self._whole:
@@ -511,7 +506,7 @@ class ExpertsReader:
                 unlike = f"{ref.dtype} {list(ref.shape)} is unlike that of other experts, {dtype} {list(shape)}"
                 raise CheckpointError(f"{self._checkpoint.label(name)}: {unlike}")
         num_experts = self._site.geometry.num_experts
-        if self._site.is_fused and not group.is_per_expert and first.shape and first.shape[0] != num_experts:
+        if not group.is_per_expert and first.shape and first.shape[0] != num_experts:
             expected = f"config.json says {num_experts} experts in {self._site.name}"
             raise CheckpointError(f"{label}: shape {list(shape)} holds {shape[0]} experts, but {expected}")
         if not group.is_dequantized and dtype not in IS_FLOAT and not self._checkpoint.gguf:
@@ -519,7 +514,7 @@ class ExpertsReader:
 
     def _check_made(self, target: str, group: Group) -> None:
         """Convert tensors without values to check shapes. One expert stands for all, as their tensors are alike."""
-        is_part = self._site.is_fused and group.is_rowwise
+        is_part = group.is_rowwise
 
         def empty(name: str) -> torch.Tensor:
             ref = self._checkpoint.tensors[name]

@@ -6,8 +6,8 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,18 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, core_mod
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.formats.gguf import OF_GGUF_TYPE, GgufLayout
 from expertly.model.conversion import Conversion, Group, Tensors
-from expertly.model.gguf_architectures import ARCHITECTURES, ROWS, STEPS, TensorStep, fields_of, known_architectures
+from expertly.model.gguf_architectures import (
+    FACTORS,
+    ROWS,
+    STEPS,
+    TensorStep,
+    architecture_of,
+    fields_of,
+    known_architectures,
+)
 from expertly.model.gguf_words import check_words, special_tokens, tokenizer_folder
-from expertly.model.structure import of_the_model, quiet
-from expertly.store.checkpoint import Checkpoint, check_claims
+from expertly.model.structure import ExpertsSite, find_experts, of_the_model, quiet
+from expertly.store.checkpoint import Checkpoint, TensorRef, check_claims
 from expertly.store.gguf import SUFFIX, GgufFiles
 from expertly.store.manifest import IS_FLOAT
 
@@ -55,12 +63,13 @@ def _open_gguf(path: Path) -> Checkpoint:
     kind = "mmproj" if architecture == "clip" else kind
     if isinstance(kind, str) and kind in _BESIDE_MODELS:
         raise UnsupportedModelError(f"{path}: general.type={kind!r}: {_BESIDE_MODELS[kind]}; give the model's own file")
-    known = known_architectures()
-    if not isinstance(architecture, str) or architecture not in known:
+    row = architecture_of(architecture)
+    if row is None:
         raise UnsupportedModelError(
-            f"{path}: general.architecture={architecture!r:.80}: accepted of GGUF files: {', '.join(known)}; "
-            "others run from a checkpoint folder"
+            f"{path}: general.architecture={architecture!r:.80}: accepted of GGUF files: "
+            f"{', '.join(known_architectures())}; others run from a checkpoint folder"
         )
+    assert isinstance(architecture, str)
     shapes = {name: ref.shape for name, ref in files.tensors.items()}
     counts = {"num_layers": "block_count", "num_experts": "expert_count"}
     claims = {name: files.metadata.get(f"{architecture}.{key}") for name, key in counts.items()}
@@ -68,7 +77,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     table = shapes.get("token_embd.weight")
     if table is None or len(table) != 2:
         raise CheckpointError(f"{path}: no tensor token_embd.weight of two dimensions")
-    words = check_words(files, table[0], ARCHITECTURES[architecture].pre)
+    words = check_words(files, table[0], row.pre)
     made = {**fields_of(files, architecture, table[0]), **special_tokens(files, table[0], words)}
     made["tie_word_embeddings"] = "output.weight" not in files.tensors
     try:
@@ -78,7 +87,12 @@ def _open_gguf(path: Path) -> Checkpoint:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path}: transformers makes no config of its metadata: {reason:.200}") from error
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    tensors = {name: ref for name, ref in files.tensors.items() if name not in ARCHITECTURES[architecture].vectors}
+    tensors = {name: ref for name, ref in files.tensors.items() if name not in {**row.vectors, **FACTORS}}
+    if row.joined:
+        heads, heads_kv = made["num_attention_heads"], made["num_key_value_heads"]
+        for name in [name for name in tensors if ".attn_qkv." in name]:
+            names = [name.replace("attn_qkv", f"attn_{each}") for each in "qkv"]
+            tensors |= _apart(tensors.pop(name), dict(zip(names, (heads, heads_kv, heads_kv), strict=True)))
     for layer in range(made["num_hidden_layers"], files.metadata[f"{architecture}.block_count"]):
         of_layer = [name for name in tensors if name.startswith(f"blk.{layer}.")]
         if not any(name.startswith(f"blk.{layer}.nextn.") for name in of_layer):
@@ -89,6 +103,16 @@ def _open_gguf(path: Path) -> Checkpoint:
         for name in of_layer:
             del tensors[name]
     return Checkpoint(path, fields, tensors, files.headers, architecture, json.dumps(made, sort_keys=True))
+
+
+def _apart(ref: TensorRef, shares: Mapping[str, int]) -> dict[str, TensorRef]:
+    """A tensor's rows as several tensors, which have these shares of them, one below another."""
+    made, offset = {}, ref.offset
+    for name, share in shares.items():
+        rows, nbytes = (number * share // sum(shares.values()) for number in (ref.shape[0], ref.nbytes))
+        made[name] = replace(ref, shape=(rows, *ref.shape[1:]), offset=offset, nbytes=nbytes)
+        offset += nbytes
+    return made
 
 
 def kept_formats(checkpoint: Checkpoint) -> str:
@@ -105,7 +129,9 @@ def extras_of(checkpoint: Checkpoint) -> Iterator[Path]:
     if not checkpoint.gguf:
         yield checkpoint.folder
         return
-    with tokenizer_folder(GgufFiles.open(checkpoint.folder), ARCHITECTURES[checkpoint.gguf].tokenizer) as made:
+    row = architecture_of(checkpoint.gguf)
+    assert row is not None
+    with tokenizer_folder(GgufFiles.open(checkpoint.folder), row.tokenizer) as made:
         yield made
 
 
@@ -141,17 +167,19 @@ class GgufConversion(Conversion):
 
         super().__init__(model)
         self._layout = GgufLayout()
-        self._row = ARCHITECTURES[architecture]
-        kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+        row = architecture_of(architecture)
+        assert row is not None
+        self._row, named_as = row, row.named_as or architecture
+        kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == named_as)
         self._map = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
         self._names: dict[str, str] = {}
         self._of_pattern: dict[str, Any] = {}
-        modules = dict(model.named_modules())
+        sites = {site.name: site for site in find_experts(model, 4)}
         for parameter in self.parameters:
             match = _EXPERTS.match(parameter)
-            experts: Any = modules[match[1]] if match else None
-            if match and hasattr(experts, "is_transposed"):
-                self._add_experts(parameter, match[2], "bias" if match[3] else "weight", experts)
+            site = sites.get(match[1]) if match else None
+            if match and site is not None:
+                self._add_experts(parameter, match[2], "bias" if match[3] else "weight", site)
             else:
                 self._add(parameter)
 
@@ -176,7 +204,7 @@ class GgufConversion(Conversion):
         if step is not None:
             self._of_pattern |= dict.fromkeys(names, _Undo(tuple(names), step))
 
-    def _add_experts(self, parameter: str, matrix: str, kind: str, experts: Any) -> None:
+    def _add_experts(self, parameter: str, matrix: str, kind: str, experts: ExpertsSite) -> None:
         layer, is_bias = _layer(parameter)[0], kind == "bias"
         joined: list[Any] = [core_model_loading.Concatenate(dim=1)] if matrix == "gate_up" else []
         turned: list[Any] = []

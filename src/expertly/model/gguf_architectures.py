@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.core.untrusted import reading
+from expertly.formats import extension
 from expertly.model.structure import quiet
 from expertly.store.gguf import GgufFiles, GgufList
 
@@ -50,7 +51,7 @@ _SHARE = _Kind("a number above 0, at most 1", lambda value: _is_number(value) an
 _BASE = _Kind("a number above 1", lambda value: _is_number(value) and value > 1)
 _FLAG = _Kind("true or false", lambda value: type(value) is bool)
 _COUNTS = _Kind(f"{_COUNT.accepted}, for each layer", _COUNT.is_right, is_by_layer=True)
-_FLAGS = _Kind(f"{_FLAG.accepted}, for each layer", _FLAG.is_right, is_by_layer=True)
+_FLAGS = _Kind(f"{_FLAG.accepted}, for each layer", lambda value: value in (0, 1), is_by_layer=True)
 
 
 def _one_of(*values: Any) -> _Kind:
@@ -231,6 +232,8 @@ class Architecture:
     by_sigmoid: Architecture | None = None  # instead, where experts are chosen by sigmoid
     pre: tuple[str, ...] = ()  # how its text is split into words, where transformers knows it by its class
     tokenizer: str = "PreTrainedTokenizerFast"  # transformers' class
+    joined: bool = False  # whether queries, keys and values are one tensor
+    named_as: str = ""  # the architecture whose tensors' names it has, where the package gguf does not know it
 
     def kind(self, key: str, usual: _Kind) -> _Kind:
         changed = self.keys.get(key, usual)
@@ -423,6 +426,22 @@ def _gemma4(said: Values) -> Values:
     }
 
 
+def _mimo2(said: Values) -> Values:
+    slides, heads = said["attention.sliding_window_pattern"], said["attention.head_count_kv"]
+    share = (said["rope.dimension_count"] + 0.5) / said["attention.key_length"]  # of which transformers cuts the rest
+    ropes = {"full_attention": said["rope.freq_base"], "sliding_attention": said["rope.freq_base_swa"]}
+    sparse = {*said["layers"].get("ffn_gate_inp.weight", ())}
+    return {
+        **_window_types(said),
+        "num_key_value_heads": min(each // 2 if slid else each for each, slid in zip(heads, slides, strict=True)),
+        "mlp_layer_types": ["sparse" if layer in sparse else "dense" for layer in range(said["block_count"])],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": share}
+            for kind, base in ropes.items()
+        },
+    }
+
+
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture(
         "qwen2_moe",
@@ -580,6 +599,34 @@ ARCHITECTURES: dict[str, Architecture] = {
             _CONVOLUTIONS: TensorStep(lambda config, *tensors: torch.cat([each.flatten(0, -2) for each in tensors])),
         },
     ),
+    "llama4": Architecture(
+        "llama4_text",
+        keys=_SIGMOID | {"interleave_moe_layer_step": _Key("interleave_moe_layer_step", _SIZE)},
+        more=lambda said: {"use_qk_norm": said["expert_count"] != 128},  # as llama.cpp tells Scout and Maverick apart
+        pre=("llama4", "gpt-4o"),
+    ),
+    "bailingmoe2": Architecture(
+        "glm4_moe",  # which computes the same
+        keys=_BY_SIGMOID | {"expert_shared_feed_forward_length": _COUNT},
+        has_partial_rope=True,
+        joined=True,
+    ),
+    "mimo2": Architecture(
+        "mimo_v2_flash",
+        keys=_SIGMOID
+        | _HEADS_BY_LAYER
+        | {
+            "attention.sliding_window": _Key("sliding_window", _SIZE),
+            "attention.sliding_window_pattern": _Key("", _FLAGS, None),
+            "attention.value_length": _Key("v_head_dim", _SIZE, _as("attention.key_length")),
+            "attention.value_scale": _Key("attention_value_scale", _NUMBER, 1.0),
+            "expert_weights_norm": _Key(kind=_one_of(True), default=True),
+            "rope.dimension_count": _Key("", _SIZE, _as("attention.key_length")),
+            "rope.freq_base": _Key("", _BASE, 10000.0),
+            "rope.freq_base_swa": _Key("", _BASE, _as("rope.freq_base")),
+        },
+        more=_mimo2,
+    ),
     "qwen3vlmoe": Architecture(
         "qwen3_moe",  # as it is where there is only text
         keys=_NORMED_UNSAID | {"rope.dimension_sections": _SECTIONS, "n_deepstack_layers": _COUNT},
@@ -589,12 +636,19 @@ ARCHITECTURES: dict[str, Architecture] = {
 """By GGUF's name of an architecture."""
 
 
-def known_architectures() -> list[str]:
-    """Those that this transformers has a model of, and the package gguf names of tensors."""
+def architecture_of(name: object) -> Architecture | None:
+    """The row of that name, here or an `extension`; None where this transformers has no model of it, or the package
+    gguf no names of tensors.
+    """
     import gguf
 
-    named = set(gguf.MODEL_ARCH_NAMES.values())
-    return [name for name, row in ARCHITECTURES.items() if row.model_type in CONFIG_MAPPING and name in named]
+    row: Any = ARCHITECTURES.get(name) or extension(name) if isinstance(name, str) else None
+    is_named = isinstance(row, Architecture) and (row.named_as or name) in gguf.MODEL_ARCH_NAMES.values()
+    return row if is_named and row.model_type in CONFIG_MAPPING else None
+
+
+def known_architectures() -> list[str]:
+    return [name for name in ARCHITECTURES if architecture_of(name) is not None]
 
 
 # -- a config of metadata ----------------------------------------------------------------------------------------------
@@ -607,7 +661,7 @@ class _Metadata:
     """The values of an architecture's keys; each is taken once, and none may be left."""
 
     def __init__(self, files: GgufFiles, architecture: str) -> None:
-        self._path, self._prefix = files.path, f"{architecture}."
+        self.path, self._prefix = files.path, f"{architecture}."
         start = len(self._prefix)
         self._left = {key[start:]: value for key, value in files.metadata.items() if key.startswith(self._prefix)}
 
@@ -628,7 +682,7 @@ class _Metadata:
         return float(value) if kind in (_SHARE, _NUMBER, _NOT_BELOW_0, _BASE) else value
 
     def refusal(self, key: str, value: Any, accepted: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {self._prefix}{key}={value!r:.80}: must be {accepted}")
+        return CheckpointError(f"{self.path}: {self._prefix}{key}={value!r:.80}: must be {accepted}")
 
     def check_left(self, neutral: Mapping[str, _Kind]) -> None:
         """Raises UnsupportedModelError for a key that is not neutral, as its value may change what is computed."""
@@ -637,12 +691,13 @@ class _Metadata:
             if key in neutral:
                 problem = f"not supported; accepted: {neutral[key].accepted}"
             if key not in neutral or not neutral[key].is_right(value):
-                raise UnsupportedModelError(f"{self._path}: {self._prefix}{key:.80}={value!r:.80}: {problem}")
+                raise UnsupportedModelError(f"{self.path}: {self._prefix}{key:.80}={value!r:.80}: {problem}")
 
 
 def fields_of(files: GgufFiles, name: str, num_rows: int) -> Values:
     """The config's fields, with llama.cpp's defaults; `num_rows`: of the embeddings. Raises CheckpointError."""
-    row, said = ARCHITECTURES[name], _Metadata(files, name)
+    row, said = architecture_of(name), _Metadata(files, name)
+    assert row is not None
     if row.by_sigmoid is not None and _is_by_sigmoid(files, name):
         row = row.by_sigmoid
     with quiet():
@@ -688,7 +743,8 @@ def fields_of(files: GgufFiles, name: str, num_rows: int) -> Values:
     values["block_count"] = fields["num_hidden_layers"] = layers - further
     fields["vocab_size"] = said.take("vocab_size", _one_of(num_rows), num_rows)
     head_dim = values["attention.key_length"]
-    fields["rope_parameters"] = _rope_of(said, row, values)
+    factors = {tensor: _vector(files, tensor, _NUMBER.is_right) for tensor in FACTORS if tensor not in row.vectors}
+    fields["rope_parameters"] = _rope_of(said, row, values, factors)
     if "attention.scale" not in values:
         scale = said.take("attention.scale", _ANY, 0.0)
         if scale and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
@@ -718,8 +774,12 @@ def _is_by_sigmoid(files: GgufFiles, name: str) -> bool:
     return gating == 2 or (gating == 0 and any(tensor.endswith(".exp_probs_b.bias") for tensor in files.tensors))
 
 
-def _rope_of(said: _Metadata, row: Architecture, values: Values) -> Values:
-    """The config's rope_parameters: llama.cpp's rules, in transformers' words."""
+FACTORS = dict.fromkeys(("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"))
+"""Tensors by whose numbers the angles of a rope's dimensions are divided: of all texts, of short ones, of long ones."""
+
+
+def _rope_of(said: _Metadata, row: Architecture, values: Values, factors: Mapping[str, list[float]]) -> Values:
+    """The config's rope_parameters: llama.cpp's rules, in transformers' words. `factors`: the numbers of FACTORS."""
     head_dim: Any = values.get("rope.dimension_count", values["attention.key_length"])
     base = said.take("rope.freq_base", _BASE, 10000.0)
     rope: Values = {"rope_type": "default", "rope_theta": base}
@@ -735,7 +795,15 @@ def _rope_of(said: _Metadata, row: Architecture, values: Values) -> Values:
     said.take("rope.dimension_count_swa", _one_of(num_dims), num_dims)
     said.take("rope.dimension_sections", row.kind("rope.dimension_sections", _ZEROS), 0)
     is_unsaid = len(row.scalings) > 1
-    scaling = said.take("rope.scaling.type", _one_of(*row.scalings), "linear" if is_unsaid else None)
+    of_all, short, long = (factors.get(tensor) or [] for tensor in FACTORS)
+    short, long = short or of_all, long or of_all
+    scalings, default = row.scalings, "linear" if is_unsaid else None
+    if short or long:
+        scalings, default = ("longrope", "none"), "longrope"
+        if {len(short), len(long)} != {num_dims // 2}:
+            problem = f"{len(short)} and {len(long)} factors of short and long texts: must be {num_dims // 2}"
+            raise CheckpointError(f"{said.path}: {', '.join(name for name in factors if factors[name])}: {problem}")
+    scaling = said.take("rope.scaling.type", _one_of(*scalings), default)
     old = said.take("rope.scale_linear", _ANY, 1.0)
     factor = said.take("rope.scaling.factor", _NUMBER, (old or 1.0) if is_unsaid else None)
     attention = said.take("rope.scaling.attn_factor", _NUMBER, 1.0)
@@ -745,8 +813,14 @@ def _rope_of(said: _Metadata, row: Architecture, values: Values) -> Values:
     mixing = said.take("rope.scaling.yarn_ext_factor", _ANY, -1.0)
     if mixing >= 0 and mixing != (scaling == "yarn"):
         raise said.refusal("rope.scaling.yarn_ext_factor", mixing, f"{float(scaling == 'yarn')} with {scaling!r}")
-    if scaling != "yarn" and attention != 1:
+    if scaling != "yarn" and attention != 1 and not short:
         raise said.refusal("rope.scaling.attn_factor", attention, f"1.0 with {scaling!r}")
+    if short:
+        if factor != 1:
+            raise said.refusal("rope.scaling.factor", factor, "1.0 beside factors in tensors")
+        rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long, "factor": 1.0}
+        rope |= dict.fromkeys(("attention_factor", "short_mscale", "long_mscale"), attention)
+        rope["original_max_position_embeddings"] = original
     if scaling == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor, **row.rope}
     elif scaling == "yarn":

@@ -23,6 +23,13 @@ _MODELS = {"gpt2": "merges", "llama": "scores", "gemma4": "merges"}
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _BEGIN = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+"
 _END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_NOT_HAN = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+KIMI_PATTERN = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_NOT_HAN}*[\p{{Ll}}{_NOT_HAN}+{_SHORT}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_NOT_HAN}+[\p{{Ll}}{_NOT_HAN}*{_SHORT}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SPLITS = {
     "deepseek-v3": (
         r"\p{N}{1,3}",
@@ -35,7 +42,16 @@ _SPLITS = {
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
     ),
     **dict.fromkeys(("glm4", "chatglm-bpe"), (rf"{_BEGIN}|\p{{N}}{{1,3}}|{_END}",)),
-    "hunyuan": (rf"{_BEGIN}|\p{{N}}|{_END}",),
+    **dict.fromkeys(("hunyuan", "bailingmoe", "bailingmoe2"), (rf"{_BEGIN}|\p{{N}}|{_END}",)),
+    "kimi-k2": (KIMI_PATTERN,),
+    "deepseek-llm": (
+        "[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        r"\p{N}+",
+    ),
     "olmo": (_WORDS,),
     "refact": (r"\p{N}", _WORDS),
 }

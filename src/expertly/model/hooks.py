@@ -45,7 +45,7 @@ class Runtime(Protocol):
 
     @property
     def wants_token_ids(self) -> bool:
-        """Whether each `IterationInfo` is to have the token and the sequence of each row, and the layers that run."""
+        """Whether each `IterationInfo` is to have the token and the sequence of each row."""
         ...
 
     def begin_iteration(self, info: IterationInfo) -> None:
@@ -190,35 +190,16 @@ def experts_forward(
 
 
 def strip(model: Any, site: ExpertsSite) -> Any:
-    """Delete an experts module's weights and return it; switch's, of modules, then makes other families' calls."""
+    """Delete an experts module's weights and return it."""
     module = model.get_submodule(site.name)
-    if site.is_fused:
-        for name in site.weight_names:
-            delattr(module, name)
-        if (calls := site.calls) is not None:
-            module.is_concatenated, module.num_experts = site.is_concatenated, site.geometry.num_experts
-            forward = _rows_forward if calls.takes_rows else _passing_forward if calls.passes_on else experts_forward
-            gate = getattr(type(module), "_apply_gate", _default_apply_gate)
-            module.__class__ = look_alike(type(module), forward=forward, _apply_gate=gate)
-        return module
-    activation = next(iter(module.values())).act
-    module.clear()
-    module.act_fn, module.is_concatenated = activation, True
-    module.has_gate = module.has_bias = module.is_transposed = False
-    module.__class__ = look_alike(type(module), forward=_switch_forward)
+    for name in site.weight_names:
+        delattr(module, name)
+    if (calls := site.calls) is not None:
+        module.is_concatenated, module.num_experts = site.is_concatenated, site.geometry.num_experts
+        forward = _rows_forward if calls.takes_rows else _passing_forward if calls.passes_on else experts_forward
+        gate = getattr(type(module), "_apply_gate", _default_apply_gate)
+        module.__class__ = look_alike(type(module), forward=forward, _apply_gate=gate)
     return module
-
-
-def _switch_forward(
-    self: Any, hidden_states: torch.Tensor, selected_experts: torch.Tensor, routing_weights: torch.Tensor
-) -> torch.Tensor:
-    """[T, H] from hidden states [T, H], the mask of choices [T, 1, E] and their weights [T, 1].
-
-    The router drops tokens beyond an expert's capacity: their mask rows are zero, and so are their outputs.
-    """
-    is_chosen, index = selected_experts.max(dim=-1)  # [T, 1] each
-    index = torch.where(is_chosen > 0, index, self.num_experts)  # no such expert
-    return experts_forward(self, hidden_states, index, routing_weights)
 
 
 def _rows_forward(self: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -259,13 +240,8 @@ def attach(model: PreTrainedModel, sites: Sequence[str], runtime: Runtime) -> No
     passes = _Passes(runtime)
     for name in dict.fromkeys(_stack_of(model, site) for site in sites):
         stack: Any = model.get_submodule(name)
-        within = [layer for layer, site in enumerate(sites) if not name or site.startswith(f"{name}.")]
-        role: Role = "causal"
-        if model.config.is_encoder_decoder:
-            role = "encoder" if "encoder" in name.split(".") else "decoder"
         stack._expertly_passes = passes
-        stack._expertly_layers = range(within[0], within[-1] + 1)
-        stack.__class__ = _announcing(type(stack), role)
+        stack.__class__ = _announcing(type(stack))
 
 
 @contextlib.contextmanager
@@ -306,7 +282,7 @@ def _stack_of(model: PreTrainedModel, site: str) -> str:
     return path
 
 
-def _announcing(original: Any, role: Role) -> Any:
+def _announcing(original: Any) -> Any:
     names = tuple(inspect.signature(original.forward).parameters)[1:]
 
     @functools.wraps(original.forward)
@@ -318,8 +294,7 @@ def _announcing(original: Any, role: Role) -> Any:
             info = None
             if not passes.is_running:  # else this is a stack within a stack, and the outer one has begun the pass
                 inputs = dict(zip(names, args, strict=False)) | kwargs if args else kwargs
-                layers = self._expertly_layers if passes.runtime.wants_token_ids else None
-                info = describe_pass(role, inputs, layers)
+                info = describe_pass(inputs, passes.runtime.wants_token_ids)
             if info is None:
                 return original.forward(self, *args, **kwargs)
             cache = _cache_in(inputs)
@@ -352,8 +327,7 @@ def give_room(cache: Any) -> None:
     transformers concatenates keys and values again for each token: at 4 096 tokens that copies more than attention
     reads. Memory that was handed out is never overwritten: a layer that was copied or cropped gets new memory.
     """
-    layers: list[Any] = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
-    for layer in layers:
+    for layer in getattr(cache, "layers", ()):
         if type(layer) is DynamicLayer:
             layer.__class__ = RoomyLayer
             vars(layer)["_expertly_rooms"] = _Room(), _Room()
@@ -429,17 +403,14 @@ def places(cache: Any, layer: int, new: torch.Tensor, num_heads: int, head_width
 
 # -- the rows of a pass ------------------------------------------------------------------------------------------------
 
-Role = Literal["encoder", "decoder", "causal"]
-"""The stack that runs: one of the two of an encoder-decoder model, or the only one ("causal")."""
-
 _MAX_VERIFIED = 32
 """Most tokens of a sequence that assisted decoding verifies in one pass; transformers starts at 20 and adapts."""
 
 
-def describe_pass(role: Role, inputs: Mapping[str, Any], layers: range | None) -> IterationInfo | None:
+def describe_pass(inputs: Mapping[str, Any], wants_tokens: bool) -> IterationInfo | None:
     """The rows of a pass, from the keyword arguments of its stack; None where it has no inputs [B, S].
 
-    `layers`: the MoE layers of the stack, where the runtime wants the tokens too, else None.
+    `wants_tokens`: whether the runtime wants the tokens, too.
     """
     rows = inputs.get("input_ids")  # [B, S]
     if rows is None:
@@ -451,18 +422,13 @@ def describe_pass(role: Role, inputs: Mapping[str, Any], layers: range | None) -
         info = _describe_packed(batch * length, inputs)
     else:
         # With a filled cache, a few tokens are decode (assisted decoding verifies that many at once), more are prefill
-        # (the next turn of a chat, a chunk of a prompt). A decoder's single token is decode: the prompt went to the
-        # encoder.
-        is_prefill = length > _MAX_VERIFIED or (
-            not (role == "decoder" and length == 1) and not _is_filled(_cache_in(inputs))
-        )
+        # (the next turn of a chat, a chunk of a prompt).
+        is_prefill = length > _MAX_VERIFIED or not _is_filled(_cache_in(inputs))
         info = _describe_alike(batch, length, is_prefill)
         if length > 1 or is_prefill:
             is_pad = _pads(inputs.get("attention_mask"), batch, length)
             info = info if is_pad is None else replace(info, is_pad=is_pad)
-    if layers is None:
-        return info
-    return replace(info, layers=layers, decodes=role != "encoder", **_tokens(rows, inputs))
+    return replace(info, **_tokens(rows, inputs)) if wants_tokens else info
 
 
 @functools.lru_cache(maxsize=64)

@@ -24,8 +24,9 @@ from expertly.model.quantisations import find_quantisation
 from expertly.store.cache import check_space
 from expertly.store.checkpoint import ADAPTER_NAME, INDEX_NAME, files_of
 from expertly.store.gguf import SUFFIX, GgufFiles
+from expertly.store.packed import KIMI_CODE
 
-_WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
+_WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", KIMI_CODE, "LICENSE*", "NOTICE*")
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 _NAME = re.compile(

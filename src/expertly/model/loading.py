@@ -37,6 +37,7 @@ from expertly.core.untrusted import (
 )
 from expertly.model import generation, hooks
 from expertly.model.batching import bounded_config
+from expertly.model.kimi import kimi_tokenizer, names_kimi
 from expertly.model.structure import Unvalued, find_experts, first_line, model_class_of, quiet, read_config
 from expertly.model.tables import leave_in_store
 from expertly.model.tiled import put_tiles
@@ -145,13 +146,14 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     settings, vocabulary = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    if settings.exists():
-        _check_settings(settings, has_vocabulary=vocabulary.exists())
+    is_kimi = settings.exists() and _check_settings(settings, has_vocabulary=vocabulary.exists())
     if vocabulary.exists():
         _check_vocabulary(vocabulary)
-    pieces = _sentencepiece_alone(folder)
+    pieces = None if is_kimi else _sentencepiece_alone(folder)
     config = read_config(folder) if (folder / "config.json").exists() else PreTrainedConfig()
     with tokenizer_errors(f"{folder}: the tokenizer cannot be read"), quiet(), held_stderr():
+        if is_kimi:
+            return kimi_tokenizer(folder)
         tokenizer = AutoTokenizer.from_pretrained(
             os.fspath(folder), config=config, local_files_only=True, trust_remote_code=False
         )
@@ -204,8 +206,10 @@ def held_stderr() -> Iterator[None]:
                 os.write(2, b"" if is_panic else held.read())
 
 
-def _check_settings(path: Path, *, has_vocabulary: bool) -> None:
-    """Refuse a tokenizer that is code, unless its vocabulary also stands beside it in the form that needs none."""
+def _check_settings(path: Path, *, has_vocabulary: bool) -> bool:
+    """Refuse a tokenizer that is code, unless its vocabulary also stands beside it in the form that needs none, or it
+    is Kimi's, which is returned.
+    """
     settings = read_json_object(path, CheckpointError, TOKENIZER_CONFIG)
     name, code = settings.get("tokenizer_class"), settings.get("auto_map")
     files = settings.get("fast_tokenizer_files", [])
@@ -222,7 +226,9 @@ def _check_settings(path: Path, *, has_vocabulary: bool) -> None:
             raise CheckpointError(f"{path}: {field}={settings[field]!r:.80}: must be {accepted}")
     by_code = code.get("AutoTokenizer") if isinstance(code, dict) else code
     if has_vocabulary:
-        return
+        return False
+    if names_kimi(path.parent, by_code):
+        return True
     written = "with a tokenizer.json beside it, which `save_pretrained` of the model's own tokenizer may write"
     if by_code:
         raise CheckpointError(
@@ -234,6 +240,7 @@ def _check_settings(path: Path, *, has_vocabulary: bool) -> None:
             f"{path}: tokenizer_class={name!r:.80}: not a tokenizer of transformers {transformers.__version__}; "
             f"accepted: {written}"
         )
+    return False
 
 
 def _sentencepiece_alone(folder: Path) -> Path | None:

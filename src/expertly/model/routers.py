@@ -245,8 +245,7 @@ def _watch_blocks(model: PreTrainedModel) -> list[_Block]:
         token_ids = torch.linspace(0, embedding.num_embeddings - 1, _NUM_PROBED).long().unsqueeze(0).to(model.device)
         for block in blocks:
             block.token_ids = token_ids[0]
-        decoder: dict[str, Any] = {"decoder_input_ids": token_ids} if model.config.is_encoder_decoder else {}
-        model.forward(input_ids=token_ids, use_cache=False, **decoder)  # not the call, which would check logits for NaN
+        model.forward(input_ids=token_ids, use_cache=False)  # not the call, which would check logits for NaN
     return blocks
 
 

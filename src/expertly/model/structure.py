@@ -30,14 +30,7 @@ from expertly.core.untrusted import CONFIG, read_json_object
 from expertly.model.hooks import experts_modules
 from expertly.model.trial import Calls, try_experts
 
-SWITCH = "switch_transformers"
-"""The one family outside transformers' experts interface that runs: see `hooks.strip`."""
-
-_SUPPORTED = "supported: families on transformers' experts interface (mixtral, qwen3_moe, gpt_oss, ...) and " + SWITCH
-_WRONG_UPSTREAM = {
-    "nllb-moe": "transformers computes it wrongly: NllbMoeExperts.forward one-hots a router mask that already is one, "
-    "so that only experts 0 and 1 ever run; there is no reference to be equal to"
-}
+_SUPPORTED = "supported: families on transformers' experts interface (mixtral, qwen3_moe, gpt_oss, ...)"
 _NO_TEXT_UPSTREAM = {"Llama4ForConditionalGeneration"}
 """Models of images and text that fail on any text in transformers 5.24: their text model runs alone."""
 
@@ -46,9 +39,9 @@ _NO_TEXT_UPSTREAM = {"Llama4ForConditionalGeneration"}
 class ExpertsSite:
     """One experts module: its path, the layout of its weights in transformers, and its geometry.
 
-    Fused (`is_fused`): two parameters `{name}.{weight_names[i]}` of all experts, `[E, 2I, H]` and `[E, H, I]`
-    (`is_transposed`: `[E, H, 2I]` and `[E, I, H]`; without a gate I for 2I). `is_concatenated`: gate rows, then up
-    rows; else interleaved gate 0, up 0, gate 1, ... Not fused: a module for each expert, `expert_weight_names(e)`.
+    Two parameters `{name}.{weight_names[i]}` hold all experts, `[E, 2I, H]` and `[E, H, I]` (`is_transposed`:
+    `[E, H, 2I]` and `[E, I, H]`; without a gate I for 2I). `is_concatenated`: gate rows, then up rows; else interleaved
+    gate 0, up 0, gate 1, ...
     """
 
     name: str  # module path, e.g. model.layers.3.mlp.experts
@@ -56,16 +49,13 @@ class ExpertsSite:
     is_transposed: bool
     is_concatenated: bool
     has_gate: bool
-    weight_names: tuple[str, str]  # ("gate_up_proj", "down_proj"), ("up_proj", "down_proj"); not fused: ("wi", "wo")
-    is_fused: bool = True
+    weight_names: tuple[str, str]  # ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")
     calls: Calls | None = None  # of a class that is not on transformers' interface
 
-    def expert_weight_names(self, expert: int) -> tuple[str, str]:
-        """Full names of the parameters that hold an expert; if experts are not fused, its own, [I, H] and [H, I]."""
-        first, second = self.weight_names
-        if self.is_fused:
-            return f"{self.name}.{first}", f"{self.name}.{second}"
-        return f"{self.name}.expert_{expert}.{first}.weight", f"{self.name}.expert_{expert}.{second}.weight"
+    @property
+    def parameters(self) -> tuple[str, str]:
+        """Full names of the parameters."""
+        return f"{self.name}.{self.weight_names[0]}", f"{self.name}.{self.weight_names[1]}"
 
 
 _OF_A_RUN = re.compile(
@@ -152,10 +142,10 @@ def _check_text(path: Path, config: PreTrainedConfig) -> None:
     slides = window is not None if kinds is None else "sliding_attention" in kinds
     if slides and (window is None or (type(window) is int and window <= 0)):
         raise CheckpointError(f"{path}: sliding_window={window}: must be above 0{', or null' if kinds is None else ''}")
-    is_pair = type(config) in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    if is_pair != config.is_encoder_decoder and (is_pair or type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
-        raise CheckpointError(
-            f"{path}: is_encoder_decoder={config.is_encoder_decoder!r:.80}: must be {str(is_pair).lower()} here"
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{path}: is_encoder_decoder={config.is_encoder_decoder!r:.80}: models of an encoder and a decoder are not "
+            f"supported; {_SUPPORTED}"
         )
 
 
@@ -182,19 +172,15 @@ def quiet() -> Iterator[None]:
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that `config.architectures` names, or the family's language model. Raises UnsupportedModelError."""
-    if config.model_type in _WRONG_UPSTREAM:
-        raise _unsupported(config.model_type, f"refused: {_WRONG_UPSTREAM[config.model_type]}")
     for architecture in config.architectures or ():
         named = getattr(transformers, architecture, None)
         if not isinstance(named, type) or not issubclass(named, PreTrainedModel) or not named.can_generate():
             continue
         if isinstance(config, named.config_class or ()):  # else it is another family's
             return named
-    mappings = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
-    for mapping in reversed(mappings) if config.is_encoder_decoder else mappings:
-        if type(config) in mapping:
-            language_model: Any = mapping[type(config)]
-            return language_model[0] if isinstance(language_model, tuple) else language_model
+    if type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+        language_model: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return language_model[0] if isinstance(language_model, tuple) else language_model
     names = ", ".join(config.architectures or ())[:80] or "none"
     raise _unsupported(config.model_type, f"transformers has no generating model for it (architectures: {names})")
 
@@ -251,7 +237,7 @@ def build_meta_model(
         return model.to("meta")  # what was computed on the CPU
     except Exception as cause:  # a family's own code raises whatever a number of the config leads to
         members = vars(sys.modules[model_class.__module__])
-        if not ("SwitchTransformersExperts" in members or any(hasattr(it, "_apply_gate") for it in members.values())):
+        if not any(hasattr(member, "_apply_gate") for member in members.values()):
             raise _no_experts_error(config.model_type, members) from cause
         raise CheckpointError(
             f"{_named(config)}: {model_class.__name__} cannot be built from it: {first_line(cause)}"
@@ -265,10 +251,6 @@ def _named(config: PreTrainedConfig) -> str:
     return os.path.join(folder, "config.json") if folder else f"model_type={config.model_type!r}"
 
 
-def _is_switch(module: nn.Module) -> bool:
-    return type(module).__name__ == "SwitchTransformersExperts"
-
-
 def find_experts(meta_model: PreTrainedModel, itemsize: int) -> list[ExpertsSite]:
     """Every experts module of `meta_model`, in layer order, for weights of `itemsize` bytes.
 
@@ -277,7 +259,7 @@ def find_experts(meta_model: PreTrainedModel, itemsize: int) -> list[ExpertsSite
     """
     sites, in_block = [], Counter[str]()
     for name, module in meta_model.named_modules():
-        is_known = _is_switch(module) or (hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed"))
+        is_known = hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed")
         calls = None if is_known else try_experts(module)
         if is_known or calls is not None:
             block = re.sub(r"(\.\d+)\..*", r"\1", name)
@@ -299,11 +281,6 @@ def _no_experts_error(model_type: str, class_names: Iterable[str]) -> Unsupporte
 
 def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int, calls: Calls | None) -> ExpertsSite:
     model_type = model.config.model_type
-    if _is_switch(module):
-        first = next(iter(module.children()))
-        width, hidden = first.wi.weight.shape
-        geometry = LayerGeometry(len(module), 1, hidden, width, 2, itemsize)
-        return ExpertsSite(name, geometry, False, True, False, ("wi", "wo"), is_fused=False)
     has_gate, is_transposed = getattr(module, "has_gate", True), (calls or module).is_transposed
     names = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
     up, down = (getattr(module, weight, None) for weight in names)

@@ -195,8 +195,7 @@ class _MatchedPass:
         self.requests = began.requests[self.rows]
         self.embedding = began.embedding[self.rows] if has_embedding and began.embedding is not None else None
         self.scores: Floats = np.zeros((len(self.requests), shape.num_layers, shape.max_experts), np.float32)
-        self.layers = range(shape.num_layers) if began.layers is None else began.layers
-        self.num_seen = 0  # of these layers
+        self.num_seen = 0  # layers
         self.last = -1
         self.named: dict[int, Prediction] = {}  # the newest prediction of each layer
 
@@ -207,8 +206,7 @@ class FMoE(Predictor):
     the union of what the rows select, by the highest probability. Of a layer beyond l+d only a prediction that differs
     from its newest is made. Of a prompt, whose rows together name most experts, layer l+d alone is predicted.
 
-    The maps of a pass are added if it ends well and no layer was left out. In a model of two stacks each stack is a
-    pass of its own; its maps are 0 in the other stack's layers.
+    The maps of a pass are added if it ends well and no layer was left out.
     """
 
     name = "fmoe"
@@ -221,7 +219,7 @@ class FMoE(Predictor):
         self._options = options
         self._shape = ModelShape.of(geometry)
         self._top_k = np.array(self._shape.top_k)
-        self._distance = distance_in(geometry, distance)
+        self._distance, self._layers = distance_in(geometry, distance), range(geometry.num_layers)
         self._max_rows = max(1, MAX_SCORES // options.capacity)
         self._pass: _MatchedPass | None = None
         self._matched = {"semantic": (0, 0.0), "trajectory": (0, 0.0)}  # rows matched, sum of their scores
@@ -235,29 +233,29 @@ class FMoE(Predictor):
         self._search = Search(self.store, len(now.requests))
         if now.embedding is None or not len(now.requests):
             return iter(())
-        return self._predict(now, "semantic", self._search.semantic(now.embedding), now.layers[: self._distance], -1)
+        return self._predict(now, "semantic", self._search.semantic(now.embedding), self._layers[: self._distance], -1)
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        """Trajectory search over the layers seen. Layers of another stack are ignored."""
+        """Trajectory search over the layers seen."""
         now, scores, layer = self._pass, routed.scores, routed.router.layer
         if now is None or scores is None or not len(scores) == now.num_rows > 0:
             return iter(())
-        if layer <= now.last or layer not in now.layers:
+        if layer <= now.last:
             return iter(())
         scores = scores[now.rows]
         now.last = layer
         now.num_seen += 1
         now.scores[:, layer, : scores.shape[1]] = scores
         self._search.observe(layer, scores)
-        ahead = now.layers[now.layers.index(layer) + self._distance :]
+        ahead = self._layers[layer + self._distance :]
         if self._options.reach == "one" or now.is_prompt:
             ahead = ahead[:1]
         return self._predict(now, "trajectory", self._search.cosines() if ahead else None, ahead, layer)
 
     def end_iteration(self, ok: bool) -> None:
-        """Add the pass's maps, if it ended well and every layer of its stack was seen."""
+        """Add the pass's maps, if it ended well and every layer was seen."""
         now, self._pass = self._pass, None
-        if now is not None and ok and now.num_seen == len(now.layers) > 0:
+        if now is not None and ok and now.num_seen == self._shape.num_layers:
             self.store.add(now.scores, now.requests, now.embedding, self._search)
 
     def learn(self, history: History) -> None:
@@ -278,12 +276,9 @@ class FMoE(Predictor):
         self, now: _MatchedPass, kind: str, cosines: Floats | None, layers: range, layer: int
     ) -> Iterator[Prediction]:
         """Predict these layers from the nearest maps; `layer` ran last. What they have nothing of is left out."""
-        if cosines is None or not layers:
+        if cosines is None or not layers or not self._search.num_stored:
             return
-        has_layer = self.store.squares[layers.start, : self._search.num_stored] > 0  # of two stacks a map has one
-        if not has_layer.any():
-            return
-        slots, similar = self._search.nearest(cosines if has_layer.all() else np.where(has_layer, cosines, -np.inf))
+        slots, similar = self._search.nearest(cosines)
         count, total = self._matched[kind]
         self._matched[kind] = count + len(similar), total + float(np.sum(similar))
         rows = self.store.maps[layers.start : layers.stop, slots]  # [layers, T, E]

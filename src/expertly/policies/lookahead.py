@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
-from expertly.core.observation import Began, Routed, Want, layer_ahead
+from expertly.core.observation import Began, Routed, Want
 from expertly.policies.base import option
 from expertly.policies.known import Known
 from expertly.policies.prediction import RankingPredictor, WidthOptions, best_of_rows
@@ -24,9 +24,9 @@ class LookaheadOptions(WidthOptions):
 
 
 class Lookahead(RankingPredictor):
-    """After layer l of a stack, names the best experts of layer l + distance; after the first layer, of all layers up
-    to there. It looks no farther than it is shown. Of a layer that goes by the token alone, it names the experts when
-    the pass begins, for certain.
+    """After layer l, names the best experts of layer l + distance; after the first layer, of all layers up to there. It
+    looks no farther than it is shown. Of a layer that goes by the token alone, it names the experts when the pass
+    begins, for certain.
 
     With `next_token`, layers past the last one are the first ones of the next pass. Then each request's last row is
     asked, since its next token follows from that. If no pass follows, the prediction was wrong.
@@ -40,30 +40,28 @@ class Lookahead(RankingPredictor):
     def __init__(self, geometry: Geometry, distance: int, options: LookaheadOptions, known: Known) -> None:
         super().__init__(geometry, distance, options, known)
         self._next_token = options.next_token
-        self._stack = range(geometry.num_layers)
         self._num_rows = 1  # of this pass
         self._last = np.zeros(1, np.intp)  # of them, each request's last
 
     def begin_iteration(self, began: Began) -> Iterator[Prediction]:
-        self._stack = range(len(self._layers)) if began.layers is None else began.layers
         if self._next_token:
             self._num_rows = len(began.requests)
             self._last = _last_rows(began.requests)
         for layer, experts in began.choices.items():
             scores = np.zeros((len(experts), self._layers[layer].num_experts), np.float32)
             np.put_along_axis(scores, experts, 1.0, axis=1)
-            prediction = best_of_rows(layer, layer + 1 - self._stack.start, scores, experts.shape[1])
+            prediction = best_of_rows(layer, layer + 1, scores, experts.shape[1])
             if prediction is not None:
                 yield prediction
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        shown, stack = routed.lookahead, self._stack
-        if shown is None or not shown.size or routed.layer not in stack:
+        shown, num_layers = routed.lookahead, len(self._layers)
+        if shown is None or not shown.size:
             return
-        farthest = min(self._distance, shown.shape[1], len(stack) - 1)
-        for distance in range(1 if routed.layer == stack.start else max(1, farthest), farthest + 1):
-            layer = layer_ahead(routed.layer, distance, stack, self._next_token)
-            if layer is None:
+        farthest = min(self._distance, shown.shape[1], num_layers - 1)
+        for distance in range(1 if routed.layer == 0 else max(1, farthest), farthest + 1):
+            layer = (routed.layer + distance) % num_layers
+            if layer < routed.layer and not self._next_token:
                 return
             scores = shown[:, distance - 1, : self._layers[layer].num_experts]  # [T, E]
             if layer < routed.layer and len(scores) > 1:

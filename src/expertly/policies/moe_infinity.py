@@ -171,7 +171,6 @@ class EAM(Predictor):
         self.prompts, self.decoding = (Collection(self._shape, options.capacity) for _ in range(2))  # section 4.3
         self._open: dict[int, tuple[Counts, Counts]] = {}  # of each request that is not over: prompt, decoding
         self._pass: list[_OfRequest] | None = None
-        self._layers = range(self._shape.num_layers)  # of the pass
         self._num_rows = 0
         self._last = -1
         self._num_seen = 0
@@ -182,7 +181,6 @@ class EAM(Predictor):
         """Requests that are not in the pass are over."""
         requests = list(dict.fromkeys(began.requests.tolist()))
         self._close_all_but(requests)
-        self._layers = range(self._shape.num_layers) if began.layers is None else began.layers
         self._num_rows = len(began.requests)
         self._last, self._num_seen = -1, 0
         self._pass = []
@@ -197,13 +195,13 @@ class EAM(Predictor):
             if entry.predicted is None and collection.num_matrices:
                 entry.predicted = _shares(collection.total)
             self._pass.append(entry)
-        return self._predict(self._layers[: self._distance])
+        return self._predict(range(min(self._distance, self._shape.num_layers)))
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
         experts, layer = routed.experts, routed.layer
         if self._pass is None or experts is None or len(experts) != self._num_rows:
             return iter(())  # of a pass whose beginning was left out nobody knows whose rows they are
-        if layer <= self._last or layer not in self._layers:
+        if layer <= self._last:
             return iter(())
         self._last = layer
         self._num_seen += 1
@@ -212,12 +210,12 @@ class EAM(Predictor):
             entry.counts[layer] = self._counted(layer, experts[entry.rows])
             entry.match.observe(layer, entry.counts[layer])
             is_new |= self._match(entry)
-        ahead = range(layer + 1, min(layer + self._distance + 1, self._layers.stop))
+        ahead = range(layer + 1, min(layer + self._distance + 1, self._shape.num_layers))
         return self._predict(ahead if is_new else [near for near in ahead if near - layer in self._said_anew])
 
     def end_iteration(self, ok: bool) -> None:
         """Add the iteration to the sums of its requests, if it ended well and was seen whole."""
-        if ok and self._num_seen == len(self._layers):
+        if ok and self._num_seen == self._shape.num_layers:
             for entry in self._pass or ():
                 entry.total += entry.counts
         self._pass = None
@@ -289,7 +287,7 @@ class EAM(Predictor):
         for layer in layers:
             best = self.named(layer, layer - self._last, likely[:, layer, : self._shape.num_experts[layer]])
             if best is not None:
-                ahead = layer - max(self._last, self._layers.start - 1)
+                ahead = layer - self._last
                 scores = [(1 - ahead / self._shape.num_layers) * score for score in best.scores]
                 yield replace(best, scores=scores, outlook=outlook)
                 outlook = None

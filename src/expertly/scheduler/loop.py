@@ -154,11 +154,9 @@ class Prefetcher:
         self._scheduler = scheduler
         self._transport = transport
         self._channel = channel
-        self._layers = range(scheduler.geometry.num_layers)  # those of the running stack
 
-    def begin_iteration(self, began: Callable[[], Began], layers: range | None = None) -> None:
-        """A forward pass begins, over these layers (an encoder and a decoder are two passes); None: all layers."""
-        self._layers = range(self._scheduler.geometry.num_layers) if layers is None else layers
+    def begin_iteration(self, began: Callable[[], Began]) -> None:
+        """A forward pass begins."""
         self._predict(self._channel.begin_iteration(began))
         self.refill()
 
@@ -184,5 +182,4 @@ class Prefetcher:
 
     def _predict(self, predictions: Iterable[Prediction]) -> None:
         for prediction in predictions:
-            if prediction.layer in self._layers:
-                self._scheduler.predict(prediction)
+            self._scheduler.predict(prediction)

@@ -77,7 +77,9 @@ def dense_by_format(
 
 
 _EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
-_EXTRA_NAMES = ("LICENSE", "NOTICE")
+KIMI_CODE = "tokenization_kimi.py"
+"""Of Kimi's tokenizer, which is read and not run."""
+_EXTRA_NAMES = ("LICENSE", "NOTICE", KIMI_CODE)
 _NOT_EXTRA = ("config.json", MANIFEST_NAME, JOURNAL_NAME, "adapter_config.json")
 
 

@@ -41,14 +41,12 @@ def run(
     ok: bool = True,
     layers: Sequence[int] | None = None,
     end: bool = True,
-    stack: range | None = None,
     is_prompt: bool = False,
 ) -> list[Prediction]:
-    """One pass of these rows over `stack`, of which `layers` are seen; all predictions."""
+    """One pass of these rows, of which `layers` are seen; all predictions."""
     num_rows = len(rows.requests)
-    began = Began(rows.requests, np.full(num_rows, is_prompt), rows.embedding, stack)
+    began = Began(rows.requests, np.full(num_rows, is_prompt), rows.embedding)
     result = list(predictor.begin_iteration(began))
-    layers = layers if stack is None or layers is not None else stack
     for layer in range(LAYERS) if layers is None else layers:
         router = RouterRan(layer, [0], [1], [True], num_rows)
         result += predictor.router_ran(Routed(router, None, rows.scores[:, layer]))
@@ -168,9 +166,6 @@ def test_a_pass_that_failed_or_lost_a_layer_is_not_learned() -> None:
     assert predictor.store.requests[: predictor.store.num_maps].tolist() == [1000, 6000]
 
 
-ENCODER, DECODER = range(2), range(2, LAYERS)
-
-
 def stored(predictor: FMoE) -> list[tuple[int, list[int]]]:
     """Of each map the request, and the layers of which it has something."""
     store = predictor.store
@@ -180,26 +175,12 @@ def stored(predictor: FMoE) -> list[tuple[int, list[int]]]:
     ]
 
 
-def test_a_map_of_a_stack_is_whole_when_all_of_its_layers_were_seen() -> None:
+def test_a_map_is_whole_when_all_layers_were_seen() -> None:
     predictor = FMoE(SHAPE, 2)
-    run(predictor, Rows(1, 1), stack=ENCODER)
-    run(predictor, Rows(2, 1), stack=DECODER)
-    run(predictor, Rows(3, 1), stack=DECODER, layers=[2, 3, 5])
-    run(predictor, Rows(4, 1), stack=ENCODER, layers=[0])
-    run(predictor, Rows(5, 1), stack=ENCODER, layers=[0, 1, 2])  # no layer of this pass
-    run(predictor, Rows(6, 1), layers=[2, 3, 4, 5])  # that of a model of one stack
-    assert stored(predictor) == [(1000, [0, 1]), (2000, [2, 3, 4, 5]), (5000, [0, 1])]
-
-
-def test_of_two_stacks_a_pass_is_matched_with_maps_of_its_own() -> None:
-    """A decoder's pass with the very embedding of an encoder's: the decoder's other map is taken."""
-    predictor, rows = FMoE(SHAPE, 2, FMoEOptions(reach="one")), Rows(6, 1)
-    run(predictor, rows, stack=ENCODER)
-    assert layers_of(run(predictor, rows, stack=DECODER)) == [], "none is there"
-    rows.embedding = Rows(7, 1).embedding
-    run(predictor, rows, stack=DECODER)
-    rows.embedding = Rows(6, 1).embedding
-    assert layers_of(run(predictor, rows, stack=DECODER)) == [2, 3, 4, 5]
+    run(predictor, Rows(1, 1))
+    run(predictor, Rows(2, 1), layers=[0, 1, 3, 4, 5])
+    run(predictor, Rows(3, 1), layers=[2, 3, 4, 5])
+    assert stored(predictor) == [(1000, [*range(LAYERS)])]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

@@ -119,11 +119,7 @@ def test_a_request_goes_on_from_its_last_row() -> None:
     assert said(ahead.router_ran(looks(3, [THIRD]))) == {(0, 1): [5, 4]}, "a single one is the last"
 
 
-def test_lookahead_goes_round_the_stack_that_runs() -> None:
-    """Layers 2 and 3 are a decoder: its last layer leads to its first. An encoder shows nothing past its last."""
-    ahead = lookahead(distance=3, texts={"next_token": "yes"})
-    decoder = Began(np.zeros(1, np.int64), np.zeros(1, np.bool_), layers=range(2, 4))
-    list(ahead.begin_iteration(decoder))
-    assert said(ahead.router_ran(looks(2, [NEXT, [0] * 6, [0] * 6]))) == {(3, 1): [1, 2]}
-    assert said(ahead.router_ran(looks(3, [THIRD, [0] * 6, [0] * 6]))) == {(2, 1): [5, 4]}
-    assert said(ahead.router_ran(looks(1, [NEXT]))) == {}, "no part of it"
+def test_lookahead_past_the_last_layer_is_for_the_next_token() -> None:
+    shown = looks(3, [THIRD])
+    assert said(lookahead(texts={"next_token": "yes"}).router_ran(shown)) == {(0, 1): [5, 4]}
+    assert said(lookahead().router_ran(shown)) == {}

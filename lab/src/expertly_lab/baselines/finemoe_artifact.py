@@ -31,17 +31,12 @@ class SameIds(Predictor):
     def __init__(self, geometry: Geometry, distance: int, options: PolicyOptions, known: Known = NOTHING) -> None:
         self._geometry = geometry
         self._distance = distance_in(geometry, distance)
-        self._stack = range(geometry.num_layers)
-
-    def begin_iteration(self, began: Began) -> tuple[()]:
-        self._stack = range(self._geometry.num_layers) if began.layers is None else began.layers
-        return ()
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
         if routed.experts is None:
             return
         chosen = dict.fromkeys(routed.experts.ravel().tolist())
-        for layer in range(routed.layer + 1, min(routed.layer + self._distance + 1, self._stack.stop)):
+        for layer in range(routed.layer + 1, min(routed.layer + self._distance + 1, self._geometry.num_layers)):
             num_experts = self._geometry.layers[layer].num_experts
             ids = [expert for expert in chosen if 0 <= expert < num_experts]
             if ids:
@@ -67,17 +62,12 @@ class Stride(RankingPredictor):
     def __init__(self, geometry: Geometry, distance: int, options: StrideOptions, known: Known = NOTHING) -> None:
         super().__init__(geometry, distance, options, known)
         self._stride = min(options.stride, self._distance)
-        self._stack = range(geometry.num_layers)
-
-    def begin_iteration(self, began: Began) -> tuple[()]:
-        self._stack = range(len(self._layers)) if began.layers is None else began.layers
-        return ()
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
         shown = routed.lookahead
         if shown is None or not shown.size:
             return
-        farthest = min(self._distance, shown.shape[1], self._stack.stop - 1 - routed.layer)
+        farthest = min(self._distance, shown.shape[1], len(self._layers) - 1 - routed.layer)
         for ahead in range(self._stride, farthest + 1, self._stride):
             shape = self._layers[routed.layer + ahead]
             scores = shown[:, ahead - 1, : shape.num_experts]

@@ -14,8 +14,7 @@ class FixedDistancePredictor(RankingPredictor):
     """Predicts a layer when the layer `distance` before it has run, and the first layers when a pass begins."""
 
     def begin_iteration(self, began: Began) -> Iterable[Prediction]:
-        layers = range(len(self._layers)) if began.layers is None else began.layers
-        for layer in layers[: self._distance]:
+        for layer in range(min(self._distance, len(self._layers))):
             if (prediction := self._predict(layer, layer + 1)) is not None:
                 yield prediction
 

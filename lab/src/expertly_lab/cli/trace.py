@@ -136,7 +136,7 @@ def _generate(model: Any, tokens: Sequence[int], args: TraceRecordOptions) -> li
     from expertly.model.text import TextStreamer
 
     most, limit = args.max_new_tokens, max_positions(model)
-    if limit is not None and not model.config.is_encoder_decoder:
+    if limit is not None:
         most = min(most, limit - len(tokens) + 1)  # the last token is not fed
     streamer = TextStreamer()
     generate(model, tokens, generation_config(model, most, args.temperature), streamer=streamer)

@@ -87,8 +87,7 @@ class Simulator:
             self.scheduler.configure(self._times)
         begin_ns, stalled_ns = clock.now_ns, self.link.stall_ns
         if prefetcher is not None:
-            stack = iteration.stack if self._future is None else None  # who knows the future looks beyond the pass
-            prefetcher.begin_iteration(partial(iteration.began, self._wants), stack)
+            prefetcher.begin_iteration(partial(iteration.began, self._wants))
         for router in iteration.layers:
             layer = router.layer
             if self._future is not None:

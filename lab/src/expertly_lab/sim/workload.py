@@ -143,11 +143,6 @@ class Iteration:
     def is_prefill(self) -> bool:
         return bool(self.prefilling)
 
-    @property
-    def stack(self) -> range | None:
-        """From first to last: of an encoder, a decoder or the whole model. None where none runs."""
-        return range(self.layers[0].layer, self.layers[-1].layer + 1) if self.layers else None
-
     def began(self, wants: Collection[Want]) -> Began:
         """What a predictor with these wants may see when it begins."""
         rows, span = self.rows, slice(self.begin, self.begin + self.num_tokens)
@@ -156,7 +151,6 @@ class Iteration:
             rows.request[span].astype(np.int64),
             rows.is_prefill[span],
             None if embedding is None else embedding[span],
-            self.stack,
             None if token_ids is None else token_ids[span],
         )
 
