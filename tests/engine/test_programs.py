@@ -302,6 +302,8 @@ def test_whoever_looks_between_layers_sees_what_they_give(cases: Cases, monkeypa
                 asked = it(token, past_key_values=cache, output_hidden_states=True)
                 states.append(asked.hidden_states)
         assert len(states[0]) == 4 and all(map(torch.equal, *states))
+        before = num_run(model)
+        assert agree() and num_run(model) > before, "hooks that transformers leaves on layers stop nothing"
         seen = []
 
         def forward(self: Any, input_ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from transformers import ContinuousBatchingConfig
 
 from expertly.core.errors import ConfigError
 from expertly.model.batching import Batch, Entry, Limits
+from expertly.model.turns import SHORT_TOKENS, Turns
 from expertly.store.pages import KeptPages, remove_pages
 from tests.families import VOCAB_SIZE, generate, make_model
 
@@ -31,13 +32,23 @@ keeps_all = pytest.mark.skipif(
 class Passes:
     """A batch, the tokens of each of its requests, and those of each forward pass."""
 
-    def __init__(self, model: Any, num_pages: int, budget: int = 64, pages: KeptPages | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        num_pages: int,
+        budget: int = 64,
+        pages: KeptPages | None = None,
+        seconds: Callable[[int], float] = lambda num_tokens: 1.0,
+    ) -> None:
+        """`seconds`: what a pass of so many tokens takes, by the clock of the batch."""
         self.tokens: dict[str, list[int]] = {}
         self.sizes: list[int] = []
         self.first: dict[str, int] = {}  # the pass that gave a request its first token
         self.cached: dict[str, int] = {}
         self.errors: list[BaseException] = []
         self.before: Callable[[int], object] = lambda number: None  # called before each pass
+        self.now_s = 0.0
+        self._seconds = seconds
         self._left: dict[str, int] = {}
         self._changed = threading.Condition()
         self._hook = model.register_forward_pre_hook(self._begins, with_kwargs=True)
@@ -68,6 +79,7 @@ class Passes:
 
     def _begins(self, model: Any, arguments: Any, kwargs: Any) -> None:
         self.sizes.append(kwargs["input_ids"].numel())
+        self.now_s += self._seconds(self.sizes[-1])
         self.before(len(self.sizes))
 
     def _choose(self, names: Sequence[str], logits: torch.Tensor) -> list[int | None]:
@@ -95,11 +107,13 @@ def tiny(family: str) -> Any:
 
 @contextmanager
 def passes(family: str = "qwen3_moe", **limits: Any) -> Iterator[Passes]:
-    made = Passes(tiny(family), **limits)
-    try:
-        yield made
-    finally:
-        made.close()
+    with pytest.MonkeyPatch.context() as patched:
+        made = Passes(tiny(family), **limits)
+        patched.setattr(Turns, "clock", lambda: made.now_s)
+        try:
+            yield made
+        finally:
+            made.close()
 
 
 def drawn(length: int, seed: int) -> list[int]:
@@ -216,6 +230,33 @@ def test_a_short_prompts_pass_holds_no_part_of_a_long_one() -> None:
         made.ask("long", drawn(500, 0), 1)
         made.wait()
         assert made.sizes[3] == 12 and made.sizes[2] == made.sizes[4] == 64
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "each_s", "part"),
+    [(0.0, 0.001, 32), (0.04, 0.001, 72), (0.5, 0.0, 256)],
+    ids=["as long as its tokens", "as 40 tokens and its own", "as long whatever it reads"],
+)
+def test_a_part_beside_others_takes_as_long_as_two_short_messages(fixed_s: float, each_s: float, part: int) -> None:
+    """A prompt that is read alone takes all that a pass may have; once somebody wrote beside it, a part of it and the
+    tokens of the others take at most twice as long as a message of 16 and these would, whatever the machine.
+    """
+
+    def seconds(num_tokens: int) -> float:
+        return fixed_s + each_s * num_tokens
+
+    with passes(num_pages=700, budget=256, seconds=seconds) as made:
+        made.ask("long", drawn(3000, 0), 1)
+        made.before = lambda number: made.ask(f"short {number}", drawn(12, number), 2) if number in (3, 8, 9) else None
+        made.wait()
+        assert made.sizes[:3] == [256] * 3, "alone"
+        assert made.sizes[3] == 12 and made.first["short 8"] == 9
+        later = made.sizes[12:-1]  # when the durations of two sizes are known
+        assert set(later) == {part} or max(later) - part <= 1 >= part - min(later)
+        assert part == 256 or seconds(max(later)) <= 2 * seconds(SHORT_TOKENS) + each_s
+        made.ask("alone again", drawn(600, 3), 1)
+        made.wait()
+        assert made.sizes[-3:-1] == [256, 256]
 
 
 @keeps_all

@@ -300,7 +300,7 @@ _NAME = "expertly"
 IDLE = {"position_ids", "sliding_window", "is_causal", "use_cache", "output_router_logits", "output_hidden_states"}
 IDLE |= {"dropout"}  # which is 0
 IDLE |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "read_index", "write_index"}
-IDLE |= {"logits_indices", "logits_processor_args"}  # of continuous batching
+IDLE |= {"logits_indices", "logits_processor_args", "block_table"}  # of continuous batching
 """Arguments that change nothing in `sdpa` and eager attention of a few tokens, whose mask says what they see."""
 
 _EAGER_NAMES = ARITHMETIC | {"repeat_kv", "num_key_value_groups", "head_dim", "sinks", "max", "values"}
@@ -467,11 +467,17 @@ def paged(
     """
     if type(cache) is not PagedAttentionCache or not new.is_cpu or kwargs.get("block_table") is not None:
         return None
-    allocator: Any = getattr(cache, "layer_to_allocator", {}).get(layer)
-    if type(allocator).__name__ != "FullAttentionCacheAllocator":  # not in transformers 5.17; others keep a window
+    views: dict[int, Any] = vars(cache).setdefault("_expertly_views", {})
+    if layer not in views:
+        allocator: Any = getattr(cache, "layer_to_allocator", {}).get(layer)
+        # not in transformers 5.17; others keep a window
+        is_full = type(allocator).__name__ == "FullAttentionCacheAllocator"
+        rows = allocator._kv_token_views[layer] if is_full else ()
+        views[layer] = (allocator.index, *(part.transpose(0, 1).unsqueeze(0) for part in rows)) if is_full else None
+    if views[layer] is None:
         return None
-    write, read = (kwargs[name][allocator.index] for name in ("write_index", "read_index"))
-    keys, values = (rows.transpose(0, 1).unsqueeze(0) for rows in allocator._kv_token_views[layer])
+    index, keys, values = views[layer]
+    write, read = kwargs["write_index"][index], kwargs["read_index"][index]
     if not read.numel() or keys.dtype != new.dtype or read.dtype != torch.int64 or not read.is_contiguous():
         return None
     return keys, values, write, read
@@ -527,6 +533,12 @@ def is_native(
         or more.get("dropout")
     ):
         return False
+    return is_native_mask(kernels, query, mask, num_keys)
+
+
+def is_native_mask(kernels: Kernels, query: torch.Tensor, mask: torch.Tensor | None, num_keys: int) -> bool:
+    """Whether the kernel reads what the tokens of `query` see as this mask says it."""
+    batch, heads, num_tokens = query.shape[:3]
     if mask is None:
         return num_tokens == 1
     return (
@@ -534,8 +546,8 @@ def is_native(
         and are_plain(mask)
         and mask.dim() == 4
         and mask.shape[2:] == (num_tokens, num_keys)
-        and mask.shape[0] in (1, query.shape[0])
-        and mask.shape[1] in (1, query.shape[1])
+        and mask.shape[0] in (1, batch)
+        and mask.shape[1] in (1, heads)
         and (mask.shape[3] == 1 or mask.stride(3) == 1)
         and (mask.dtype == torch.bool or mask.dtype in kernels.dtypes)
     )

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model import routers
 from expertly.model.dense import ROUTER_NAMES, NamesAttention, eager_of, is_usual_attention, keep
-from expertly.model.hooks import CACHE, AsTried, experts_modules, look_alike, original_of
+from expertly.model.hooks import CACHE, AsTried, experts_modules, look_alike, original_of, watchers
 from expertly.native.kernels import Kernels, UnsureError
 
 NUM_COMPARED = 3
@@ -211,7 +211,7 @@ class LayerGraphs:
             or not kwargs.keys() >= self._passed
         ):
             return False
-        for look in self._router._forward_hooks.values():
+        for look in watchers(self._router):
             if look.__module__ != routers.__name__:  # ours look at routers
                 return False
         return (

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import output_capturing
 
 from expertly.core.errors import ModelUseError
 from expertly.core.observation import IterationInfo
@@ -107,6 +108,16 @@ def original_of(kind: Any) -> Any:
     return kind
 
 
+def watchers(module: Any) -> list[Any]:
+    """Its forward hooks that do something. Those by which transformers collects what modules give stay on them for
+    ever, and do nothing where nobody asks for that.
+    """
+    hooks = list(module._forward_hooks.values())
+    if hooks and not output_capturing._active_collector.get():
+        return [hook for hook in hooks if hook.__module__ != output_capturing.__name__]
+    return hooks
+
+
 class AsTried:
     """A module and those within it, as they were when they were tried."""
 
@@ -142,7 +153,7 @@ class AsTried:
                 or type(child) is not kind
                 or "forward" in child.__dict__
                 or child._forward_pre_hooks
-                or (child._forward_hooks and child is not self._observed)
+                or (child._forward_hooks and child is not self._observed and watchers(child))
             ):
                 return False
         for tensors, name, address, is_contiguous in self._tensors:

@@ -21,9 +21,9 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from expertly.model.dense import IDLE, is_native, paged
+from expertly.model.dense import IDLE, is_native, is_native_mask, paged
 from expertly.model.graphs import LayerGraphs, use_graphs
-from expertly.model.hooks import CACHE, Runtime, places
+from expertly.model.hooks import CACHE, Runtime, places, watchers
 from expertly.native.kernels import STEPS, ChosenExperts, Kernels, UnsureError, double_bits, point_at, put_into
 
 _aten = torch.ops.aten
@@ -189,7 +189,7 @@ class LayerProgram(LayerGraphs):
     _steps: array[int] | None = None  # of what was recorded, with attention and experts between
     _projected: array[int] | None = None  # the call that puts keys and values into the cache
     _chosen: ChosenExperts | None = None
-    _native_as: Any = None  # the attention of transformers that was native, without a mask
+    _native_as: Any = None  # the attention of transformers that was native, whatever the mask
     _is_attended = _ran_mixed = False  # whether the token's attention, its experts ran as steps
 
     def run(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -203,7 +203,7 @@ class LayerProgram(LayerGraphs):
         self._is_attended = steps[self._at_attention * _WIDTH + 1] = self._place(kwargs)
         self._ran_mixed = self._chosen is not None
         if self._ran_mixed:
-            steps[self._at_experts * _WIDTH + 1] = may_run and not self._router._forward_hooks
+            steps[self._at_experts * _WIDTH + 1] = may_run and not watchers(self._router)
         return steps
 
     def take(self, step: int, kwargs: dict[str, Any]) -> None:
@@ -270,32 +270,35 @@ class LayerProgram(LayerGraphs):
             return False
         at, layer, num_tokens, positions = self._at, self._attention.layer_idx, self._at.hidden.shape[1], None
         keys = values = at.key
-        room: Sequence[torch.Tensor] | None = None
+        room, first = None, 0
+        kernels = self._shared.kernels
         if type(cache) is not DynamicCache:
             kept = paged(cache, layer, at.key, kwargs) if num_tokens == 1 else None
             if kept is None or kept[2].numel() != 1:
-                put_into(projected, None, num_tokens)
+                put_into(projected, None, 0)
                 return False
             keys, values, row, positions = kept
         elif mask is not None:  # for more keys than there are
             keys = values = keys[:, :, :1].expand(-1, -1, cache.get_seq_length(layer) + num_tokens, -1)
         name = object.__getattribute__(self._attention.config._expertly_config, "_attn_implementation")
-        usual = ALL_ATTENTION_FUNCTIONS[name] if name == "sdpa" and mask is None and self._is_idle else None
-        is_known = usual is not None and usual is self._native_as
-        if not is_known:
+        usual = ALL_ATTENTION_FUNCTIONS[name] if name == "sdpa" and self._is_idle else None
+        if usual is not None and usual is self._native_as:
+            num_keys = keys.shape[2] if positions is None else positions.numel()
+            is_known = is_native_mask(kernels, at.query, mask, num_keys)
+        else:
             more = self._more | {name: kwargs[name] for name in self._passed}
             how = self._scaling, more, True, positions
             is_known = is_native(self._attention, at.query, keys, values, mask, *how)
             self._native_as = usual if is_known else None
         if is_known and positions is not None:
-            end = int(row) + 1
-            room = keys[:, :, :end], values[:, :, :end]
+            room, first = (keys, values), int(row)
         elif is_known:
             room = places(cache, layer, at.hidden, at.key.shape[1], at.key.shape[3])
             keys, values = room or (keys, values)
-        put_into(projected, room, num_tokens)
+            first = keys.shape[2] - num_tokens
+        put_into(projected, room, first)
         if room is not None:
-            point_at(self._asked, keys, values, mask, self._shared.kernels.dtypes, positions)
+            point_at(self._asked, keys, values, mask, kernels.dtypes, positions)
         return room is not None
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from expertly.model.graphs import NUM_COMPARED, Forms, looks_up
-from expertly.model.hooks import look_alike, original_of
+from expertly.model.hooks import look_alike, original_of, watchers
 from expertly.model.programs import LayerProgram, run_programs
 
 _NAMES = {"config", "num_hidden_layers", "layer_types", "sliding_window", "embedding_multiplier"}
@@ -117,7 +117,7 @@ class Stack:
                 program is None
                 or kwargs.get("position_embeddings") is not calls[0].get("position_embeddings")
                 or program.num_compared < NUM_COMPARED
-                or state["_forward_hooks"]
+                or (state["_forward_hooks"] and watchers(layer))
                 or state["_forward_pre_hooks"]
                 or "forward" in state
                 or not program.takes(layer, hidden, kwargs)

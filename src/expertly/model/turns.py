@@ -6,7 +6,8 @@ and drop all pages that are kept for later prompts when a few are short.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import time
+from collections.abc import Callable, Container, Iterable
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,36 @@ from transformers.generation.continuous_batching.cache import group_layers_by_at
 
 from expertly.store.pages import KeptPages
 
+SHORT_TOKENS = 16
+"""Of a short message: a part of a prompt beside others takes no longer than two passes that read one."""
+
+_REMEMBERED = 0.9
+"""What a pass weighs in the estimate of the next ones' duration, for each that came after it."""
+
+
+class Pace:
+    """How long passes take by their tokens: a line through the durations of those that ran."""
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0  # weighted sums
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        values = 1.0, num_tokens, seconds, num_tokens**2, num_tokens * seconds
+        sums = self._weight, self._tokens, self._seconds, self._squares, self._products
+        sums = [old * _REMEMBERED + new for old, new in zip(sums, values, strict=True)]
+        self._weight, self._tokens, self._seconds, self._squares, self._products = sums
+
+    def tokens_of_a_pass(self) -> float:
+        """How many tokens take as long as a pass takes whatever it reads; infinite where more tokens take no longer."""
+        if not self._weight:
+            return 0.0
+        mean = self._tokens / self._weight
+        spread = self._squares / self._weight - mean**2
+        if spread < 1:  # all of one size
+            return 0.0
+        each = (self._products - mean * self._seconds) / (self._weight * spread)
+        return max(0.0, self._seconds / self._weight / each - mean) if each > 0 else float("inf")
+
 
 class Turns(Scheduler):  # type: ignore[misc]
     """A prompt begins, in the order of arrival, when there are pages for all of it; a text takes pages as it grows.
@@ -26,7 +57,12 @@ class Turns(Scheduler):  # type: ignore[misc]
     Each pass holds a token of every text that is being written, and parts of prompts, those first that have the least
     left. Prompts that it cannot finish are left out beside those that it can, but not twice in a row; and of them, the
     one with the least left and the oldest take turns.
+
+    A prompt that is read alone takes as many tokens as a pass may have. Once others have come, who wait for the pass
+    that runs, a part is as long as takes two passes of a short message: how many tokens those are is measured.
     """
+
+    clock: Callable[[], float] = time.perf_counter
 
     pages: KeptPages | None = None  # on disk
     cache: Any  # its parts have other names in transformers 5.17
@@ -38,20 +74,34 @@ class Turns(Scheduler):  # type: ignore[misc]
         self._in_pass: set[str] = set()  # of the last pass
         self._are_parts_first = False  # what was being written left no room for them in the last pass
         self._are_long_owed = False  # the last pass had room for parts of long prompts, and none in it
+        self._pace = Pace()
+        self._num_tokens, self._began_s = 0, 0.0  # of the last pass, and when it began
+        self._during: list[str] = []  # who was active during it
+        self._has_company = False  # others wrote since the prompts that are being read began
         self._is_oldests_turn = False  # of long prompts, the last parts were first of the oldest, not of the shortest
         # none in transformers 5.17, which counts kept pages as free and drops them itself
         self._allocators: list[Any] = list(getattr(self.cache, "cache_allocators", {}).values())
         self._page_tokens = self._allocators[0].tokens_per_page if self._allocators else self.cache.block_size
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any], bool, int, int]:
+        now_s = type(self).clock()
+        if any(name in self.active_requests for name in self._during):  # else there was nothing to do meanwhile
+            self._pace.note(self._num_tokens, now_s - self._began_s)
         self._grow()
         self._begin()
-        writing, parts = self._writing(), self._parts(token_budget)
+        writing = self._writing()
+        if self._has_company or writing:
+            most = 2 * (SHORT_TOKENS + len(writing)) + self._pace.tokens_of_a_pass()
+            token_budget = int(min(token_budget, most))
+        parts = self._parts(token_budget)
         ordered = [*parts, *writing] if self._are_parts_first else [*writing, *parts]
         turns = list({state.request_id: state for state in ordered}.values())
         batch, _, is_decode, num_tokens, num_read = self._process_candidates(turns, token_budget, cache_budget, set())
         self.starved_requests = []
         self._in_pass = {future.state.request_id for future in batch}
+        self._during, self._began_s, self._num_tokens = list(self.active_requests), now_s, num_tokens
+        is_written = self._has_company or any(future.has_new_token for future in batch)
+        self._has_company = is_written and bool(self._of_status(RequestStatus.PREFILLING))
         self._are_parts_first = bool(parts) and not any(state.request_id in self._in_pass for state in parts)
         return batch, is_decode, num_tokens, num_read
 

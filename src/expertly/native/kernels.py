@@ -278,9 +278,9 @@ def point_at(
         call[25] = BOOLEAN if mask.dtype == torch.bool else dtypes[mask.dtype]
 
 
-def put_into(call: array[int], places: Sequence[torch.Tensor] | None, length: int) -> None:
-    """Have a call of projections put keys and values of `length` tokens at the ends of `places`; None: beside the
-    queries.
+def put_into(call: array[int], places: Sequence[torch.Tensor] | None, first: int) -> None:
+    """Have a call of projections put keys and values of its tokens into `places`, from the row `first` on; None: beside
+    the queries.
     """
     if places is None:
         call[-7] = call[-6] = 0
@@ -288,7 +288,7 @@ def put_into(call: array[int], places: Sequence[torch.Tensor] | None, length: in
     for number, place in enumerate(places):
         of_sequence, of_head, of_token, _ = place.stride()
         size = place.element_size()
-        call[number - 7] = place.data_ptr() + (place.shape[2] - length) * of_token * size
+        call[number - 7] = place.data_ptr() + first * of_token * size
         call[2 * number - 4], call[2 * number - 3] = of_sequence * size, of_head * size
 
 
@@ -507,7 +507,7 @@ class Kernels:
         )
         if places is not None:
             made += places
-            put_into(call, places, length)
+            put_into(call, places, places[0].shape[2] - length)
         dtype, numbers = self.dtypes[x.dtype], call.buffer_info()[0]
         threads = min(torch.get_num_threads(), self.max_threads)
         if self._call.projections(self._level, dtype, threads, numbers, *layer.epsilons):
