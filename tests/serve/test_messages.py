@@ -147,6 +147,9 @@ def result(**more: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": "1", "content": "rain", **more}
 
 
+UNSEEN = "[image left out: this model reads only text]"
+
+
 def turn(role: str, *blocks: Any) -> dict[str, Any]:
     return {"role": role, "content": list(blocks)}
 
@@ -171,6 +174,7 @@ def turn(role: str, *blocks: Any) -> dict[str, Any]:
         (None, [turn("assistant", {"type": "redacted_thinking", "data": "x"}, USE)], f"<assistant>{USED}"),
         (None, [turn("user", TEXT, result(), result(is_error=True))], "<tool>rain\n<tool>Error: rain\n<user>Hello\n"),
         (None, [turn("user", result(content=[TEXT, TEXT]), result(content=None))], "<tool>Hello\n\nHello\n<tool>\n"),
+        (None, [turn("user", result(content=[{"type": "image", "source": {}}]))], f"<tool>{UNSEEN}\n"),
     ],
 )
 def test_what_agents_send_is_a_chat(demo: tuple[Any, Any], system: Any, turns: Any, text: str) -> None:
@@ -187,8 +191,8 @@ def test_what_agents_send_is_a_chat(demo: tuple[Any, Any], system: Any, turns: A
         ({"messages": [turn("user", {"type": "image", "source": {}})]}, "messages.0.content.0.type: 'image'.*accepted"),
         ({"messages": [turn("user", TEXT, USE)]}, "messages.0.content.1.type: 'tool_use'"),
         (
-            {"messages": [turn("user", result(content=[{"type": "image"}]))]},
-            "messages.0.content.0.content.0.type: .*image",
+            {"messages": [turn("user", result(content=[{"type": "text"}]))]},
+            "messages.0.content.0.content.0.text: required",
         ),
         ({"messages": [turn("assistant", {"type": "tool_use", "id": "1"})]}, "messages.0.content.0.name: required"),
         ({"messages": [turn("robot", TEXT)]}, "messages.0.role: "),
@@ -300,8 +304,9 @@ CODEX = [
     {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
     {"type": "local_shell"},
     {"type": "web_search", "external_web_access": True},
-    {"type": "namespace", "name": "mcp", "tools": []},
+    {"type": "tool_search", "name": "mcp"},
 ]
+MAPS = [{"type": "namespace", "name": name, "description": "maps", "tools": CODEX[:1]} for name in ("mcp__maps__", "b")]
 
 
 def test_responses_ignore_tools_that_are_not_here(demo: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -319,6 +324,31 @@ def test_responses_ignore_tools_that_are_not_here(demo: tuple[Any, Any], caplog:
         assert caplog.text.count(f"'tools.{name}'") == 1
 
 
+def test_a_function_of_a_namespace_is_called_as_its_client_knows_it(demo: tuple[Any, Any]) -> None:
+    """codex's form: the name beside the namespace. The model is told both in one, also of calls in the history."""
+    call = CALL.replace("weather", "mcp__maps__weather")
+    with saying(demo, call) as serving:
+        create: Any = serving.client.responses.create
+        item = create(model="demo", input="Oslo?", tools=MAPS).output[0].model_dump()
+        assert (item["name"], item["namespace"], item["arguments"]) == ("weather", "mcp__maps__", '{"city": "Oslo"}')
+        with serving.client.responses.stream(model="demo", input="Oslo?", tools=MAPS) as stream:  # type: ignore[arg-type]
+            items = [event.item.model_dump() for event in stream if event.type.startswith("response.output_item.")]
+        assert [(each["name"], each["namespace"]) for each in items] == [("weather", "mcp__maps__")] * 2
+        forced = {"type": "function", "name": "weather", "namespace": "b"}
+        with pytest.raises(openai.BadRequestError, match=r"tool_choice: .*mcp__maps__weather.*b__weather"):
+            create(model="demo", input="Oslo?", tools=MAPS, tool_choice=forced | {"namespace": "c"})
+    said = [
+        {"role": "user", "content": "Oslo?"},
+        item,
+        {"type": "function_call_output", "call_id": "1", "output": "rain"},
+    ]
+    request = ResponsesRequest.model_validate({"model": "demo", "input": said, "tools": MAPS, "tool_choice": forced})
+    chat = check(ChatRequest, request.as_chat())
+    assert [tool.function.name for tool in chat.offered] == ["mcp__maps__weather", "b__weather"]
+    assert [tool.function.name for tool in chat.forced or ()] == ["b__weather"]
+    assert '"name": "mcp__maps__weather"' in rendered(demo, request)
+
+
 def test_responses_know_what_tools_of_other_servers_did(demo: tuple[Any, Any]) -> None:
     """What a client's tools did is told to the model; what servers did by themselves is left out."""
     said = [
@@ -330,11 +360,12 @@ def test_responses_know_what_tools_of_other_servers_did(demo: tuple[Any, Any]) -
         {"type": "custom_tool_call_output", "call_id": "1", "output": "done"},
         {"type": "local_shell_call", "call_id": "2", "action": {"type": "exec", "command": ["ls"]}},
         {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "a.txt"}]},
+        {"type": "function_call_output", "call_id": "3", "output": [{"type": "input_image", "image_url": "data:"}]},
         {"type": "additional_tools", "role": "developer", "tools": []},
     ]
     request = ResponsesRequest.model_validate({"model": "demo", "instructions": "You are an agent.", "input": said})
     assert rendered(demo, request) == (
         "<system>You are an agent.\n\nBe brief\n<user>Oslo?\n"
         '<assistant><tool_call>\n{"name": "apply_patch", "arguments": "*** Begin"}\n</tool_call>\n'
-        "<tool>done\n<tool>a.txt\n<assistant>"
+        f"<tool>done\n<tool>a.txt\n<tool>{UNSEEN}\n<assistant>"
     )

@@ -41,7 +41,7 @@ class Block(schema.Strict):
     name: schema.Name | None = None
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[schema.Name, Field(min_length=1)] | None = None
-    content: schema.Content | None = None
+    content: schema.Result | None = None
     is_error: bool | None = None
 
     @model_validator(mode="after")

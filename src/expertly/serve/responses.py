@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Discriminator, Field, Tag
@@ -26,13 +26,14 @@ class InputCall(schema.Strict):
     type: Literal["function_call", "custom_tool_call"]
     call_id: schema.Name
     name: schema.Name
+    namespace: schema.Name | None = None
     arguments: str = Field(validation_alias=AliasChoices("arguments", "input"))
 
 
 class InputResult(schema.Strict):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Annotated[schema.Name, Field(min_length=1)]
-    output: schema.Content
+    output: schema.Result
 
 
 class InputThought(schema.Strict):
@@ -68,9 +69,26 @@ class FlatTool(schema.Function):
     type: Literal["function"]
 
 
+class Namespace(schema.Strict):
+    """Functions under a name, as codex groups those of an MCP server. The model knows each by both names in one."""
+
+    type: Literal["namespace"]
+    name: schema.FunctionLabel
+    description: str | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=1024, fail_fast=True)]
+
+
+def _joined(namespace: str | None, name: str) -> str:
+    return f"{namespace.rstrip('_')}__{name}" if namespace else name
+
+
 Tools = Annotated[
-    Annotated[FlatTool, Tag("item-function")] | Annotated[schema.AnyTool, Tag("item-other")],
-    Discriminator(lambda tool: f"item-{'function' if _kind(tool, 'function') == 'function' else 'other'}"),
+    Annotated[FlatTool, Tag("item-function")]
+    | Annotated[Namespace, Tag("item-namespace")]
+    | Annotated[schema.AnyTool, Tag("item-other")],
+    Discriminator(
+        lambda tool: f"item-{kind if (kind := _kind(tool, 'function')) in ('function', 'namespace') else 'other'}"
+    ),
 ]
 
 
@@ -100,18 +118,28 @@ class ResponsesRequest(schema.Tuning):
         """The same request for the chat API."""
         choice: Any = self.tool_choice
         if isinstance(choice, schema.AnyTool):
-            choice = {"type": "function", "function": {"name": choice.label}}
+            name = _joined(choice.namespace, choice.label)
+            choice = {"type": "function", "function": {"name": name}}
         wish = self.text.format if self.text else None
         shared = (*schema.Tuning.model_fields, "parallel_tool_calls", "chat_template_kwargs")
         return {
             **{name: getattr(self, name) for name in shared},
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
-            "tools": schema.functions(self.tools),
+            "tools": schema.functions(tool for tool, _ in self.functions()),
             "tool_choice": choice,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": wish and wish.as_chat(),
         }
+
+    def functions(self) -> Iterator[tuple[schema.Function, Json]]:
+        """Those of its tools, as the model knows them; and how their client calls them."""
+        for tool in self.tools or ():
+            if isinstance(tool, FlatTool):
+                yield tool, {"name": tool.name}
+            for each in tool.tools if isinstance(tool, Namespace) else ():
+                named = {"name": each.name, "namespace": tool.name}
+                yield each.model_copy(update={"name": _joined(tool.name, each.name)}), named
 
     def _messages(self) -> list[schema.Message]:
         messages = [schema.Message(role="system", content=self.instructions)] if self.instructions is not None else []
@@ -120,9 +148,11 @@ class ResponsesRequest(schema.Tuning):
             if isinstance(item, InputMessage):
                 messages.append(item)
             elif isinstance(item, InputResult):
-                messages.append(schema.Message(role="tool", tool_call_id=item.call_id, content=item.output))
+                output = "".join(schema.texts(item.output))
+                messages.append(schema.Message(role="tool", tool_call_id=item.call_id, content=output))
             elif isinstance(item, InputCall):
-                messages.append(schema.Message.calling(item.call_id, item.name, item.arguments))
+                name = _joined(item.namespace, item.name)
+                messages.append(schema.Message.calling(item.call_id, name, item.arguments))
         return schema.joined(messages)
 
 
@@ -137,6 +167,7 @@ class ResponsesAnswer(BlockAnswer):
         echo = asked.model_dump(include={"model", *ECHOED}, by_alias=True, exclude_none=True)
         self._head = {**ECHOED, **echo, "parallel_tool_calls": asked.parallel_tool_calls is not False}
         self._head |= {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
+        self._names = {tool.name: names for tool, names in asked.functions()}
         self._number = 0  # of the next event
         self._num_thought = 0  # tokens of what was thought, with its marks
         self._num_untold = 0  # tokens since the last that made a part
@@ -163,7 +194,8 @@ class ResponsesAnswer(BlockAnswer):
     def _begun(self, part: AnswerPart) -> list[Json]:
         item: Json = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": []}
         if part.kind == "call":
-            item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": part.id, "name": part.text}
+            named = self._names.get(part.text, {"name": part.text})
+            item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": part.id, **named}
             item["arguments"], self._num_untold = "", 0
         elif part.kind == "reasoning":
             item = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": []}

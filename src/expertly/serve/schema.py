@@ -73,6 +73,7 @@ class AnyTool(Strict):
 
     type: Name | None = None
     name: Name | None = None
+    namespace: Name | None = None  # of a function, as codex groups them
 
     @property
     def label(self) -> str:
@@ -130,10 +131,11 @@ class NamedSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """`json_object` is any JSON object."""
+    """`json_object` is any JSON object, or one that follows `schema`, as other servers have it."""
 
     type: FormatType
     json_schema: NamedSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
     def _has_a_schema(self) -> ResponseFormat:
@@ -183,7 +185,9 @@ class Generation(Tuning):
             return Constraint(kind.rstrip("_"), value, "structured_outputs")
         if wish is None or wish.type == "text":
             return None
-        schema = wish.json_schema.schema_ if wish.type == "json_schema" and wish.json_schema else {"type": "object"}
+        schema = {"type": "object"} if wish.schema_ is None else wish.schema_
+        if wish.type == "json_schema" and wish.json_schema is not None:
+            schema = wish.json_schema.schema_
         return Constraint("json", schema, "response_format")
 
     @model_validator(mode="after")
@@ -201,8 +205,26 @@ class TextPart(Strict):
 Content = str | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
 
 
-def texts(content: Content | None) -> list[str]:
-    return [content] if isinstance(content, str) else [part.text for part in content or ()]
+class ResultPart(Strict):
+    """A part of what a tool gave. Its agent cannot take it back, so that the model is told what it does not see."""
+
+    type: Name
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ResultPart:
+        kind = self.type.removeprefix("input_")
+        if self.text is None and kind.endswith("text"):
+            raise ValueError(f"text: required of a part of type {self.type}")
+        self.text = f"[{kind} left out: this model reads only text]" if self.text is None else self.text
+        return self
+
+
+Result = str | Annotated[list[ResultPart], Field(max_length=256, fail_fast=True)]
+
+
+def texts(content: Content | Result | None) -> list[str]:
+    return [content] if isinstance(content, str) else [part.text or "" for part in content or ()]
 
 
 class CalledFunction(Strict):
