@@ -1,10 +1,11 @@
-"""Can every client talk to the server? Five of them, as their users call them, against the demo model.
+"""Can every client talk to the server? Eight of them, as their users call them, against the demo model.
 
-    python bench/clients.py [--venv FOLDER] [--client NAME] [--out FILE]
+    python bench/clients.py [--venv FOLDER] [--client NAME] [--quick] [--out FILE]
 
-Makes an environment of its own for the clients (without torch), starts `expertly serve` on the demo model in float32
-with a chat template that knows tools, and runs each client's list: the openai and anthropic packages, litellm,
-langchain-openai and lm-eval's local-completions. What is checked is what a user of the client would see.
+Makes environments for the clients (without torch), starts `expertly serve` on the demo model in float32 with a chat
+template that knows tools, and runs each client's list: the openai and anthropic packages, instructor, openai-agents,
+pydantic-ai, litellm, langchain-openai and lm-eval's local-completions. What is checked is what a user of the client
+would see. `--quick`: only the first four, which install in less than a minute.
 """
 
 from __future__ import annotations
@@ -16,12 +17,18 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-NEEDS = ("openai", "anthropic", "litellm", "langchain-openai", "lm-eval[api]", "transformers==5.23.0", "numpy")
-CLIENTS = ("openai", "anthropic", "litellm", "langchain-openai", "lm-eval")
+LIGHT, ALONE, HEAVY = "light", "alone", "heavy"  # the environments, and what is in each
+NEEDS = {
+    LIGHT: ("openai", "anthropic", "instructor", "openai-agents"),
+    ALONE: ("pydantic-ai-slim[openai]",),  # with others pip takes an old one that cannot be imported
+    HEAVY: ("litellm", "langchain-openai", "lm-eval[api]", "transformers==5.23.0", "numpy"),
+}
+CLIENTS = {"openai": LIGHT, "anthropic": LIGHT, "instructor": LIGHT, "openai-agents": LIGHT, "pydantic-ai": ALONE}
+CLIENTS |= {"litellm": HEAVY, "langchain-openai": HEAVY, "lm-eval": HEAVY}
 TEMPLATE = (
     "{% if tools %}Tools: {% for tool in tools %}{{ tool | tojson }} {% endfor %}{{ '\n' }}{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}"
@@ -144,6 +151,96 @@ def anthropic_checks(url: str) -> list[Check]:
     ]
 
 
+def instructor_checks(url: str) -> list[Check]:
+    import instructor
+    import openai
+    from pydantic import BaseModel
+
+    class Place(BaseModel):
+        city: Literal["Oslo", "Rome"]
+
+    raw = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    asked: dict[str, Any] = {"model": "demo", "messages": HELLO, "response_model": Place, "max_tokens": 60}
+    asked |= {"temperature": 0, "max_retries": 0}
+
+    def made(mode: str) -> Any:
+        client = instructor.from_openai(raw, mode=instructor.Mode[mode])
+        return client.chat.completions.create(**asked).city in ("Oslo", "Rome")
+
+    return [(f"mode {mode}", lambda mode=mode: made(mode)) for mode in ("TOOLS", "JSON_SCHEMA")]
+
+
+def openai_agents_checks(url: str) -> list[Check]:
+    import agents
+    import openai
+    from pydantic import BaseModel
+
+    class Place(BaseModel):
+        city: Literal["Oslo", "Rome"]
+
+    agents.set_tracing_disabled(True)
+    models = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}
+
+    @agents.function_tool
+    def weather(city: Literal["Oslo", "Rome"]) -> str:
+        """Of a city."""
+        return f"rain in {city}"
+
+    def agent(kind: str, max_tokens: int, **more: Any) -> Any:
+        settings = agents.ModelSettings(temperature=0, max_tokens=max_tokens, tool_choice=more.pop("choice", None))
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)  # for one event loop
+        model = models[kind](model="demo", openai_client=client)
+        return agents.Agent(name="demo", instructions="Be brief", model=model, model_settings=settings, **more)
+
+    def run(kind: str, max_tokens: int = 60, **more: Any) -> Any:
+        return asyncio.run(agents.Runner.run(agent(kind, max_tokens, **more), "Where?")).final_output
+
+    async def streamed(kind: str) -> Any:
+        result = agents.Runner.run_streamed(agent(kind, 60, output_type=Place), "Where?")  # its answer must end
+        names = [event.data.type async for event in result.stream_events() if event.type == "raw_response_event"]
+        return "response.output_text.delta" in names and result.final_output.city
+
+    calling: dict[str, Any] = {"tools": [weather], "choice": "required", "tool_use_behavior": "stop_on_first_tool"}
+    checks: list[Check] = []
+    for kind in models:
+        checks.append((f"an answer, {kind}", lambda kind=kind: run(kind, 12)))
+        checks.append((f"a stream, {kind}", lambda kind=kind: asyncio.run(streamed(kind))))
+        checks.append((f"a tool, {kind}", lambda kind=kind: run(kind, **calling).startswith("rain in ")))
+        checks.append((f"output_type, {kind}", lambda kind=kind: run(kind, output_type=Place).city))
+    return checks
+
+
+def pydantic_ai_checks(url: str) -> list[Check]:
+    from pydantic import BaseModel
+    from pydantic_ai import Agent, NativeOutput, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    class Place(BaseModel):
+        city: Literal["Oslo", "Rome"]
+
+    provider = OpenAIProvider(base_url=f"{url}/v1", api_key="none")
+    models = {"chat": OpenAIChatModel("demo", provider=provider)}
+    models["responses"] = OpenAIResponsesModel("demo", provider=provider)
+
+    def run(kind: str, max_tokens: int = 60, **more: Any) -> Any:
+        settings: Any = {"max_tokens": max_tokens, "temperature": 0}
+        return Agent(models[kind], model_settings=settings, **more).run_sync("Where?").output
+
+    async def streamed(kind: str) -> Any:
+        settings: Any = {"max_tokens": 12, "temperature": 0}
+        async with Agent(models[kind], model_settings=settings).run_stream("Where?") as result:
+            return "".join([text async for text in result.stream_text(delta=True)])
+
+    checks: list[Check] = []
+    for kind in models:
+        checks.append((f"an answer, {kind}", lambda kind=kind: run(kind, 12)))
+        checks.append((f"a stream, {kind}", lambda kind=kind: asyncio.run(streamed(kind))))
+        checks.append((f"NativeOutput, {kind}", lambda kind=kind: run(kind, output_type=NativeOutput(Place)).city))
+        checks.append((f"ToolOutput, {kind}", lambda kind=kind: run(kind, output_type=ToolOutput(Place)).city))
+    return checks
+
+
 def litellm_checks(url: str) -> list[Check]:
     import litellm
 
@@ -246,7 +343,8 @@ def lm_eval_checks(url: str) -> list[Check]:
     return [*checks, ("generate_until by chat", chatted)]
 
 
-LISTS = (openai_checks, anthropic_checks, litellm_checks, langchain_checks, lm_eval_checks)
+LISTS = (openai_checks, anthropic_checks, instructor_checks, openai_agents_checks, pydantic_ai_checks)
+LISTS += (litellm_checks, langchain_checks, lm_eval_checks)
 CHECKS = dict(zip(CLIENTS, LISTS, strict=True))
 
 
@@ -266,17 +364,17 @@ def run_checks(client: str, url: str) -> None:
 # -- the server, and the environment ---------------------------------------------------------------------------------
 
 
-def environment(folder: Path) -> Path:
+def environment(folder: Path, needs: Sequence[str]) -> Path:
     """Its Python. Made once; the clients are installed where one is missing."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    subprocess.run([str(python), "-m", "pip", "install", "-q", *NEEDS], check=True, stdout=sys.stderr)
+    subprocess.run([str(python), "-m", "pip", "install", "-q", *needs], check=True, stdout=sys.stderr)
     return python
 
 
-def versions(python: Path) -> dict[str, str]:
-    names = ("openai", "anthropic", "litellm", "langchain-openai", "lm-eval", "transformers")
+def versions(python: Path, needs: Sequence[str]) -> dict[str, str]:
+    names = [name.partition("[")[0].partition("=")[0] for name in needs]
     code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
     found: dict[str, str] = json.loads(subprocess.check_output([str(python), "-c", code]))
     return found
@@ -287,8 +385,10 @@ def main() -> None:
 
     from expertly.data import demo_folder
 
-    args = options(__doc__, venv=f"{tempfile.gettempdir()}/clients-venv", client=(None, *CLIENTS), out=None)
-    python = environment(Path(args.venv))
+    venv = f"{tempfile.gettempdir()}/clients-venv"
+    args = options(__doc__, venv=venv, client=(None, *CLIENTS), quick=False, out=None)
+    asked = [args.client] if args.client else [name for name in CLIENTS if not args.quick or CLIENTS[name] == LIGHT]
+    pythons = {kind: environment(Path(args.venv) / kind, NEEDS[kind]) for kind in {CLIENTS[name] for name in asked}}
     with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
         template.write(TEMPLATE)
         template.flush()
@@ -298,14 +398,12 @@ def main() -> None:
             try:
                 assert server.stdout is not None
                 url = json.loads(server.stdout.readline())["url"]
-                results = {
-                    name: checked(python, name, url, str(demo_folder()))
-                    for name in ([args.client] if args.client else CLIENTS)
-                }
+                results = {name: checked(pythons[CLIENTS[name]], name, url, str(demo_folder())) for name in asked}
             finally:
                 server.terminate()
     rows = [{"client": name, **one} for name, checks in results.items() for one in checks]
-    print_report("clients", rows, {"clients": versions(python)}, args.out)
+    known = {name: number for kind in pythons for name, number in versions(pythons[kind], NEEDS[kind]).items()}
+    print_report("clients", rows, {"clients": known}, args.out)
     sys.exit(not all(row["passed"] for row in rows))
 
 
