@@ -29,24 +29,21 @@ class Pace:
     """How long passes take by their tokens: a line through the durations of those that ran."""
 
     def __init__(self) -> None:
-        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0  # weighted sums
+        self._sums = [0.0] * 5  # weighted: passes, tokens, seconds, squares of tokens, tokens times seconds
 
     def note(self, num_tokens: int, seconds: float) -> None:
         values = 1.0, num_tokens, seconds, num_tokens**2, num_tokens * seconds
-        sums = self._weight, self._tokens, self._seconds, self._squares, self._products
-        sums = [old * _REMEMBERED + new for old, new in zip(sums, values, strict=True)]
-        self._weight, self._tokens, self._seconds, self._squares, self._products = sums
+        self._sums = [old * _REMEMBERED + new for old, new in zip(self._sums, values, strict=True)]
 
     def tokens_of_a_pass(self) -> float:
-        """How many tokens take as long as a pass takes whatever it reads; infinite where more tokens take no longer."""
-        if not self._weight:
+        """How many tokens take as long as a pass takes whatever it reads; infinite where more tokens take no longer, 0
+        where it is not known.
+        """
+        weight, tokens, seconds, squares, products = self._sums
+        if squares * weight - tokens**2 <= weight**2:  # none, or all of one size
             return 0.0
-        mean = self._tokens / self._weight
-        spread = self._squares / self._weight - mean**2
-        if spread < 1:  # all of one size
-            return 0.0
-        each = (self._products - mean * self._seconds) / (self._weight * spread)
-        return max(0.0, self._seconds / self._weight / each - mean) if each > 0 else float("inf")
+        each = (products * weight - tokens * seconds) / (squares * weight - tokens**2)
+        return max(0.0, (seconds / each - tokens) / weight) if each > 0 else float("inf")
 
 
 class Turns(Scheduler):  # type: ignore[misc]
