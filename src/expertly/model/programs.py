@@ -270,7 +270,8 @@ class LayerProgram(LayerGraphs):
             return False
         at, layer, num_tokens, positions = self._at, self._attention.layer_idx, self._at.hidden.shape[1], None
         keys = values = at.key
-        room, first = None, 0
+        room: Sequence[torch.Tensor] | None = None
+        first = 0
         kernels = self._shared.kernels
         if type(cache) is not DynamicCache:
             kept = paged(cache, layer, at.key, kwargs) if num_tokens == 1 else None
