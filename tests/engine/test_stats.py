@@ -75,7 +75,7 @@ def test_bytes_loaded_are_the_bytes_read_from_the_files(
     assert stats["bytes_buffered"] == read["nbytes"] - read["direct"]
 
 
-@pytest.mark.parametrize(("family", "place"), [("qwen3_moe", {}), ("qwen3_moe", {"workers": 1, "memory": "40%"})])
+@pytest.mark.parametrize(("family", "place"), [("qwen3_moe", {}), ("qwen3_moe", {"workers": 1})])
 @pytest.mark.usefixtures("peers")
 def test_layers_sum_to_the_totals_and_json_takes_them(family: str, place: dict[str, Any], cases: Cases) -> None:
     case = cases[family]

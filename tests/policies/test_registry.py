@@ -60,9 +60,11 @@ def test_names_that_ship_need_no_entry_points(monkeypatch: pytest.MonkeyPatch) -
 
 def test_entry_points_come_behind_what_ships(monkeypatch: pytest.MonkeyPatch, outside: str) -> None:
     give(monkeypatch, ("seven", f"{outside}:NUMBER"), ("one", f"{outside}:NUMBER"), ("a=b", f"{outside}:NUMBER"))
-    found = numbers(one=1)
-    assert dict(found) == {"one": 1, "seven": 7}
-    assert found.problems() == []
+    result = numbers(one=1)
+    assert dict(result) == {"one": 1, "seven": 7}
+    assert len(result.problems()) == 2
+    assert "number='a=b'" in result.problems()[0] and "cannot hold blanks" in result.problems()[0]
+    assert "number='one'" in result.problems()[1] and "which is used" in result.problems()[1]
 
 
 def test_an_entry_point_that_fails_is_an_error_for_who_asks_for_it(

@@ -18,7 +18,7 @@ from tests.serve.conftest import assembled_for
 @contextmanager
 def viewed(**options: Any) -> Iterator[tuple[Any, View, int]]:
     """A model, its view, and the bytes of an expert."""
-    model, tokenizer = expertly.load(memory="25%", device="cpu", system="lru", **options)
+    model, tokenizer = expertly.load(**{"memory": "25%", "device": "cpu", "system": "lru"} | options)
     try:
         view = assembled_for(model, tokenizer).view
         yield model, view, view.stats()["expert_bytes"] // (12 * 32)

@@ -269,7 +269,7 @@ class LayerGraphs:
         """Tell those who look at the router what it chose, and have the experts computed."""
         at = self._at
         ids, weights = at.chosen[1].clone(), at.chosen[2].clone()
-        if looks := self._router._forward_hooks.values():
+        if looks := watchers(self._router):
             same = {id(at.chosen[1]): ids, id(at.chosen[2]): weights}
             routed = tuple([same[id(part)] if id(part) in same else part.clone() for part in at.routed[2]])
             for look in looks:

@@ -66,8 +66,7 @@ class Registry(Mapping[str, T], Generic[T]):
         if name in self.built_in:
             return self.built_in[name]
         if name in self._installed:
-            entry = self._installed[name]
-            beginning = f"{self._part}={name!r} ({entry.value} of {_distribution(entry)})"
+            entry, beginning = self._installed[name]
             loaded = _guarded(entry.load, beginning, "cannot be loaded")
         elif self.is_path(name):
             beginning = f"{self._part}={name!r:.200}"
@@ -106,19 +105,30 @@ class Registry(Mapping[str, T], Generic[T]):
         return problems
 
     @property
-    def _installed(self) -> dict[str, EntryPoint]:
+    def _installed(self) -> dict[str, tuple[EntryPoint, str]]:
         return self._entries[0]
 
     @cached_property
-    def _entries(self) -> tuple[dict[str, EntryPoint], list[str]]:
-        """Entry points by names that nothing that ships has, of equal names the first; and why there are none."""
+    def _entries(self) -> tuple[dict[str, tuple[EntryPoint, str]], list[str]]:
+        """Entry points by name, each with how messages name it, and problems of those that no name refers to."""
+        entries: dict[str, tuple[EntryPoint, str]] = {}
         try:
             installed = sorted(entry_points(group=self._group), key=lambda entry: (_distribution(entry), entry.name))
         except Exception as error:  # metadata of any distribution
             return {}, [f"entry points {self._group!r}: cannot be read ({_reason(error)})"]
-        named = {entry.name: entry for entry in reversed(installed)}
-        unusable = {name for name in named if any(letter in _SEPARATORS or letter.isspace() for letter in name)}
-        return {name: named[name] for name in reversed(named) if name not in {*self.built_in, *unusable, ""}}, []
+        problems = []
+        for entry in installed:
+            words = f"{self._part}={entry.name!r} ({entry.value} of {_distribution(entry)})"
+            if entry.name in self.built_in:
+                problems.append(f"{words}: expertly has one of that name, which is used")
+            elif entry.name in entries:
+                first = _distribution(entries[entry.name][0])
+                problems.append(f"{words}: {first} has one of that name, which is used")
+            elif not entry.name or any(letter in _SEPARATORS or letter.isspace() for letter in entry.name):
+                problems.append(f"{words}: a name cannot hold blanks or any of {' '.join(_SEPARATORS)}")
+            else:
+                entries[entry.name] = entry, words
+        return entries, problems
 
     def _import(self, path: str, beginning: str) -> Any:
         module_name, _, name = path.rpartition(".")
