@@ -15,6 +15,7 @@ import transformers
 from transformers.generation.continuous_batching import RequestState, RequestStatus, Scheduler
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
+from expertly.model.kv_codes import digest_of
 from expertly.store.pages import KeptPages
 
 
@@ -233,7 +234,7 @@ def kind_of_pages(model: Any) -> str | None:
     """
     groups: Any = group_layers_by_attn_type(model.config.get_text_config())
     are_alike = isinstance(groups, dict) and list(groups) == ["full_attention"]
-    return f"transformers {transformers.__version__}" if are_alike else None
+    return f"transformers {transformers.__version__} {digest_of(model)}" if are_alike else None
 
 
 def _by_age(states: Iterable[RequestState]) -> list[RequestState]:
