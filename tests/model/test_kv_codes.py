@@ -111,7 +111,7 @@ def test_factors_are_the_largest_keys_of_a_text_and_are_measured_once(
         assert all(torch.equal(again.of_layers[number], factors) for number, factors in first.of_layers.items())
     kept = path.with_name(f"{path.name}.kv8")
     kept.write_bytes(kept.read_bytes()[:-8])
-    with pytest.warns(UserWarning, match="starting without factors of keys"), loaded(folder) as model:
+    with pytest.warns(UserWarning, match="kv='8bit': measured again: .*kv8"), loaded(folder) as model:
         assert torch.equal(model._expertly_kv_codes.of_layers[0], first.of_layers[0])
 
 

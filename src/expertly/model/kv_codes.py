@@ -77,10 +77,6 @@ class KeyFactors(LearnedState):
         self.of_layers: dict[int, torch.Tensor] = {}
         self.divergence = 0.0
 
-    @property
-    def num_learned(self) -> int:
-        return sum(factors.numel() for factors in self.of_layers.values())
-
     def sizes(self) -> Sizes:
         return {"D": (1, 1), "N": (1, 1 << 24)}
 
@@ -203,7 +199,6 @@ def _measure(model: Any, factors: KeyFactors, tokens: Sequence[int], plain: Any)
         )
     p, q = (part.float().log_softmax(-1) for part in (expected, made))
     factors.divergence = max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))
-    factors.generation += 1
 
 
 def _logits(model: Any, tokens: Sequence[int], cache: Any) -> torch.Tensor:
