@@ -54,7 +54,7 @@ def _read(folder: Path, page_nbytes: int, num_tokens: int) -> float:
     for number, page in enumerate(pages.names(tokens, PAGE_TOKENS)):
         content = pages.read(page, page_nbytes)
         assert content is not None
-        memory[number] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        memory[number] = torch.frombuffer(content, dtype=torch.uint8)
     seconds = time.perf_counter() - begin
     pages.close()
     return seconds

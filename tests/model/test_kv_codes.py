@@ -28,7 +28,6 @@ from tests.model.test_turns import Passes, drawn
 pages_of_codes = pytest.mark.skipif(
     not hasattr(ContinuousBatchingConfig, "page_size"), reason="transformers 5.17 has other pages"
 )
-CODED = [name for name, family in FAMILIES.items() if not family.is_encoder_decoder]
 
 
 @contextmanager
@@ -66,7 +65,7 @@ def logits_by(model: Any, cache: Any, parts: Sequence[Sequence[int]]) -> torch.T
         return torch.cat([model(torch.tensor([part]), **{CACHE: cache}).logits[0] for part in parts])
 
 
-@pytest.mark.parametrize("family", CODED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_that_of_a_cache_with_rounded_keys_and_values(family: str, tmp_path: Path) -> None:
     """Prompt, some tokens at once, and decode steps through the cache, natively where the full one is. A number that
     lies between two steps may be rounded to the other one.
@@ -201,14 +200,19 @@ def test_a_channel_that_is_larger_than_others_costs_these_nothing() -> None:
         assert least <= errors.min() and errors.max() < most
 
 
+@pages_of_codes
 def test_a_cache_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
-    folder = make_checkpoint("switch_transformers", tmp_path / "model")
-    with pytest.raises(
-        ConfigError, match="kv='8bit': the cache of switch_transformers has EncoderDecoderCache; accept"
-    ):
+    """DeepSeek-V3.2 keeps its indexer's keys, too, with the transformers that keeps pages."""
+    usual = FAMILIES["deepseek_v3"]
+    config = {**usual.config, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
+    folder = make_checkpoint(replace(usual, model_type="deepseek_v32", config=config), tmp_path / "model")
+    with pytest.raises(ConfigError, match="kv='8bit': the cache of deepseek_v32 has DynamicIndexedLayer; accepted"):
         expertly.load(str(folder), kv="8bit", device="cpu")
+
+
+def test_a_width_that_is_not_known_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kv='4bit': unknown; accepted: 8bit"):
-        expertly.load(str(folder), kv="4bit", device="cpu")
+        expertly.load(str(tmp_path), kv="4bit", device="cpu")
 
 
 def test_caches_are_those_of_the_model_that_filled_them(tmp_path: Path) -> None:

@@ -165,8 +165,6 @@ def use_kv_codes(model: Any, factors: KeyFactors, tokenizer: Any, most_tokens: i
     """
     plain = DynamicCache(config=model.config)
     kinds = {type(layer).__name__ for layer in plain.layers if type(layer) not in _KINDS} - {_WITHOUT_KEYS}
-    if model.config.is_encoder_decoder:
-        kinds = {"EncoderDecoderCache"}
     if kinds:
         named = ", ".join(sorted(kinds))
         raise ConfigError(f"kv='8bit': the cache of {model.config.model_type} has {named}; {_ACCEPTED}")

@@ -217,7 +217,7 @@ class Turns(Scheduler):  # type: ignore[misc]
             if not pool.count_free_blocks(allocator.index):
                 pool.allocate_sector(allocator.index)
             (block,) = pool.get_free_blocks(allocator.index, 1)
-            allocator._copy_view[block] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            allocator._copy_view[block] = torch.frombuffer(content, dtype=torch.uint8)
             tokens = prompt[number * self._page_tokens : (number + 1) * self._page_tokens]
             parent = compute_block_hash(parent, tokens)
             same = ledger.register_new_hash(block, parent)
