@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,6 +35,7 @@ from expertly.engine.worker import StoreOfShare
 from expertly.model.dense import use_kernels
 from expertly.model.graphs import use_graphs
 from expertly.model.hooks import between_passes, check_passes, experts_modules
+from expertly.model.kv_codes import NUM_TOKENS, KeyFactors, use_kv_codes
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
 from expertly.model.programs import use_programs
@@ -42,9 +45,10 @@ from expertly.model.tiled import use_tiles
 from expertly.native.kernels import choose_kernels
 from expertly.options import AUTO, LOAD_OPTIONS, LoadOptions, described
 from expertly.policies.known import Known
-from expertly.policies.learned import LearnedState
+from expertly.policies.learned import LearnedState, ModelShape, read_learned, save_learned
 from expertly.policies.reuse import compiled_reuse
 from expertly.scheduler.systems import AUTO_SYSTEM, BASE_SYSTEM, System, get_runnable, without_prediction
+from expertly.store.cache import learned_beside
 from expertly.store.packed import ExtentSource, PackedStore
 
 
@@ -100,9 +104,11 @@ def open_model(
             process.give_back_code()
         if system.keeps_everything:
             engine.preload(_labelled(progress, "loading"))
+        factors = None if asked.kv is None else _code_cache(chosen, loaded, tokenizer)
         finalizer = weakref.finalize(loaded, opened.pop_all().close)
     loaded._expertly_tokenizer = tokenizer
-    view = Stats(engine, system, chosen.store, chosen.division.reason, why_system)
+    kv = None if factors is None else factors.facts()
+    view = Stats(engine, system, chosen.store, chosen.division.reason, why_system, kv)
     loaded._expertly_handle = Handle(chosen.store, engine, view, chosen.division, finalizer)
     return loaded, tokenizer
 
@@ -215,8 +221,11 @@ def _memory_request(
     if callable(context):
         context = context(load_tokenizer(store.extras))
         context = min(context, store.positions or context)  # no text is longer
+    if asked.kv is not None and context is not None:
+        context = max(context, NUM_TOKENS)  # which are measured
     shared = cache(store) if cache else None
-    return MemoryRequest(asked.memory, context, asked.total_memory, shared, _table_nbytes(asked, tables))
+    rows_nbytes = _table_nbytes(asked, tables)
+    return MemoryRequest(asked.memory, context, asked.total_memory, shared, rows_nbytes, asked.kv is not None)
 
 
 def _table_nbytes(asked: LoadOptions, tables: Sequence[Table]) -> int:
@@ -299,6 +308,25 @@ def _begin_prediction(chosen: _Chosen, loaded: Any, engine: Engine) -> tuple[Sys
         without = without_prediction(system)
         return without, f"{reason}; system {system.name} runs as {without.name}: {error}"
     return system, reason
+
+
+def _code_cache(chosen: _Chosen, loaded: Any, tokenizer: Any) -> KeyFactors:
+    """Have the KV cache keep codes, as it did when the model was last loaded so: pages on disk are of that time."""
+    store, factors = chosen.store, KeyFactors(ModelShape.of(chosen.store.geometry(1)))
+    path, identity = learned_beside(store.folder, KeyFactors.kind), store.manifest.identity
+    if os.path.lexists(path):
+        try:
+            factors = read_learned(path, KeyFactors, identity=identity).learned
+        except StoreError as error:
+            warnings.warn(f"expertly: kv='8bit': measured again: {error}", stacklevel=2)
+    is_new, most_tokens = not factors.of_layers, chosen.division.context
+    use_kv_codes(loaded, factors, tokenizer, min(most_tokens, store.positions or most_tokens))
+    if is_new:
+        try:
+            save_learned(path, factors, identity)
+        except StoreError as error:
+            warnings.warn(f"expertly: kv='8bit': what was measured is not kept: {error}", stacklevel=2)
+    return factors
 
 
 def stats(model: Any) -> Stats:

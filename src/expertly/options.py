@@ -177,6 +177,13 @@ class LoadOptions:
         least=1,
         panel=ADVANCED,
     )
+    kv: Literal["8bit"] | None = option(
+        None,
+        "8bit: keep the KV cache in 8 bits, about half as large, and with other tokens than the model's; how far they "
+        "are from these is measured on a short text when a model is first loaded so, and said (default: as it is)",
+        metavar="NAME",
+        panel=ADVANCED,
+    )
     table_memory: str | int | None = option(
         None,
         "for rows of tables of embeddings above 256 MiB, which stay on the disk and are read by row: those that were "
@@ -204,6 +211,8 @@ class LoadOptions:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.verify not in get_args(Verify):
             raise ConfigError(f"verify={self.verify!r}: unknown; accepted: {', '.join(get_args(Verify))}")
+        if self.kv not in (None, "8bit"):
+            raise ConfigError(f"kv={self.kv!r}: unknown; accepted: 8bit")
         if self.quantize is not None:
             rounding_format(self.quantize)
         check_one_memory(self.memory, self.total_memory)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from expertly.model.kv_codes import decoded, encoded
 from expertly.native.kernels import Kernels, Library, choose_kernels, libraries
 
 AVAILABLE = libraries()
@@ -134,3 +135,36 @@ def test_keys_and_values_are_read_where_they_lie(library: Library) -> None:
         positions[5] = outside
         with pytest.raises(MemoryError):
             kernels.attention(q, keys, values, 0.2, mask, positions=positions)
+
+
+@pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_keys_and_values_in_8_bits(library: Library, shape: tuple[int, ...]) -> None:
+    """Codes are torch's to the bit, and attention is that over what they say, also at places of a cache."""
+    batch, heads, key_heads, tokens, keys, key_width, value_width = shape
+    dice, kernels = torch.Generator().manual_seed(0), Kernels(library, "")
+    for dtype in CLOSE.keys() & library.dtypes.keys():
+        q = torch.randn(batch, heads, tokens, key_width, generator=dice).to(dtype)
+        k = torch.randn(batch, key_heads, keys, key_width, generator=dice)
+        k = (k * torch.randn(key_heads, 1, key_width, generator=dice).exp()).to(dtype)
+        v = torch.randn(batch, key_heads, keys, value_width, generator=dice).to(dtype)
+        k[0, 0, 0] = 0
+        factors = k.float().abs().amax((0, 2)).clamp_min(1e-3)
+        codes = kernels.encode(k, factors), kernels.encode(v)
+        assert torch.equal(codes[0], encoded(k, factors[:, None])) and torch.equal(codes[1], encoded(v))
+        numbers = decoded(codes[0], torch.float32, factors[:, None]), decoded(codes[1], torch.float32)
+        seen = torch.rand(batch, 1, tokens, keys, generator=dice) > 0.3
+        seen[..., 0] = True
+        expected = attention_of(q, *numbers, key_width**-0.5, seen)
+        made = kernels.attention(q, *codes, key_width**-0.5, seen, factors=factors)
+        assert (made.double() - expected).abs().max() < CLOSE[dtype] * expected.abs().max()
+        if batch == 1:
+            places = torch.randperm(2 * keys, generator=dice)[:keys]
+            memory = [rows.new_zeros(1, key_heads, 2 * keys, rows.shape[3]) for rows in codes]
+            for place, rows in zip(memory, codes, strict=True):
+                place[:, :, places] = rows
+            arguments = {"positions": places, "factors": factors}
+            assert torch.equal(kernels.attention(q, *memory, key_width**-0.5, seen, **arguments), made)
+        v[0, 0, 0, 0] = torch.nan
+        made = kernels.attention(q, codes[0], kernels.encode(v), key_width**-0.5, seen, factors=factors)
+        assert made[0, :, : heads // key_heads].isnan().any(), "what is no number is passed on"

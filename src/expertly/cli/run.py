@@ -122,19 +122,22 @@ def load_model(model: str | None, options: LoadOptions, **changed: Any) -> tuple
 
     with progress_bar() as progress:
         loaded, tokenizer = api.open_model(model, replace(options, **changed), progress)
-    say_system(loaded)
-    if options.quantize is not None:
-        message(f"expertly: experts are {api.handle(loaded).store.manifest.rounding}")
+    say_choices(loaded, options)
     return loaded, tokenizer
 
 
-def say_system(loaded: Any) -> None:
-    """Tell the user which system `auto` chose, in a terminal."""
+def say_choices(loaded: Any, options: LoadOptions) -> None:
+    """Tell the user which system `auto` chose, in a terminal; and what is rounded, as was asked for."""
     from expertly import api
 
-    reason = api.stats(loaded).system_reason
-    if reason is not None and sys.stderr.isatty():
-        message(f"expertly: {reason}")
+    view = api.stats(loaded)
+    if view.system_reason is not None and sys.stderr.isatty():
+        message(f"expertly: {view.system_reason}")
+    if options.quantize is not None:
+        message(f"expertly: experts are {api.handle(loaded).store.manifest.rounding}")
+    if view.kv is not None:
+        cost = f"{view.kv['divergence']:.2g} nats a token, KL divergence on a short text"
+        message(f"expertly: the KV cache is rounded to 8 bits, so tokens are not the model's own: {cost}")
 
 
 def _read_prompt(args: RunOptions) -> str | None:
@@ -202,6 +205,8 @@ def _budget(measures: dict[str, Any]) -> str:
     parts = [f"{share} of experts in memory"]
     if measures["rounding"] is not None:
         parts.append(f"rounded to {measures['rounding']['to']}")
+    if measures["kv"] is not None:
+        parts.append("KV cache in 8 bits")
     parts.append(f"system {measures['system']}")
     prediction, decode = measures["prediction"], measures["phases"]["decode"]
     if prediction is not None:

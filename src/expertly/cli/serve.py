@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from expertly.cli.output import message, progress_bar, reserved_stdout, show
-from expertly.cli.run import say_system
+from expertly.cli.run import say_choices
 from expertly.core.errors import ConfigError
 from expertly.engine.process import give_back_code
 from expertly.options import ADVANCED, json_flag, option
@@ -46,7 +46,7 @@ def run(args: ServeCommand) -> int:
         with progress_bar() as progress:
             assembled = open_server(args, keys, progress)
         try:
-            say_system(assembled.model)
+            say_choices(assembled.model, args)
             message(f"expertly: {api.stats(assembled.model).memory_reason}")
 
             def announce() -> None:

@@ -22,7 +22,7 @@ from expertly.core.units import format_nbytes, format_share
 from expertly.engine.compute import expert_nbytes_at_once
 from expertly.engine.device import kind_of
 from expertly.engine.process import rss_nbytes
-from expertly.native.kernels import choose_kernels
+from expertly.native.kernels import STEP_NBYTES, choose_kernels
 from expertly.scheduler.budget import Budget, least_nbytes, split_budget
 from expertly.scheduler.systems import System
 from expertly.store.packed import PackedStore
@@ -52,6 +52,7 @@ class MemoryRequest:
     total: str | int | None = None
     cache: SharedCache | None = None
     rows_nbytes: int = 0  # of tables, in host memory
+    is_coded: bool = False  # the KV cache has 8 bits
 
     @property
     def is_stated(self) -> bool:
@@ -147,7 +148,8 @@ def divide(
     if request.context is not None and request.context < 1:
         raise ConfigError(f"context={request.context}: must be at least 1 token")
     itemsize = geometry.layers[0].itemsize
-    beside, context = beside_experts(store, itemsize, target), request.context or DEFAULT_CONTEXT
+    beside = beside_experts(store, itemsize, target, is_coded=request.is_coded)
+    context = request.context or DEFAULT_CONTEXT
     if kind_of(target).runs_on_host:
         beside = replace(beside, fixed_nbytes=beside.fixed_nbytes + request.rows_nbytes)
     if request.cache is not None:
@@ -244,19 +246,26 @@ def _available(target: torch.device, total: str | int | None) -> tuple[int, str]
     return stated - taken, f"of {format_nbytes(stated)} this process takes {format_nbytes(taken)}"
 
 
-def beside_experts(store: PackedStore, itemsize: int, target: torch.device) -> BesideExperts:
+def beside_experts(store: PackedStore, itemsize: int, target: torch.device, *, is_coded: bool = False) -> BesideExperts:
     """What a packed model needs beside experts on a device."""
     dense, runs_on_host = store.dense_nbytes, kind_of(target).runs_on_host
     if store.manifest.dense_formats and choose_kernels(runs_on_host=runs_on_host).library is None:
         dense = sum(store.dense_by_format(is_decoded=True).values())
-    return beside_layers(store.manifest.layers, store.config, dense, itemsize, runs_on_host=runs_on_host)
+    how = {"runs_on_host": runs_on_host, "is_coded": is_coded}
+    return beside_layers(store.manifest.layers, store.config, dense, itemsize, **how)
 
 
 def beside_layers(
-    layers: Sequence[LayerGeometry], config: dict[str, Any], dense_nbytes: int, itemsize: int, *, runs_on_host: bool
+    layers: Sequence[LayerGeometry],
+    config: dict[str, Any],
+    dense_nbytes: int,
+    itemsize: int,
+    *,
+    runs_on_host: bool,
+    is_coded: bool = False,
 ) -> BesideExperts:
     """What a model of such experts needs beside them."""
-    cache = kv_cache_nbytes(config, 1, itemsize)
+    cache = kv_cache_nbytes(config, 1, itemsize, is_coded=is_coded)
     if not runs_on_host:
         return BesideExperts(dense_nbytes, WORKING_NBYTES, cache)
     fixed = BESIDE_NBYTES + max(map(expert_nbytes_at_once, layers), default=0)
@@ -281,8 +290,10 @@ def pass_nbytes(config: dict[str, Any], itemsize: int) -> int:
     return int(itemsize * (hidden * (8 + 2 * top_k + copies) + 3 * wide))
 
 
-def kv_cache_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:
-    """Keys and values of `context` tokens of one request; an upper bound for sliding, shared or compressed layers."""
+def kv_cache_nbytes(config: dict[str, Any], context: int, itemsize: int, *, is_coded: bool = False) -> int:
+    """Keys and values of `context` tokens of one request; an upper bound for sliding, shared or compressed layers.
+    `is_coded`: in 8 bits (model/kv_codes.py), and those of one layer as numbers, which a prompt's attention reads.
+    """
     text = _text_of(config)
     heads = text.get("num_attention_heads", text.get("num_heads", 1))
     hidden = text.get("hidden_size", 0)
@@ -291,7 +302,10 @@ def kv_cache_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:
     value_size = text.get("v_head_dim") or size
     kv_heads = heads if "kv_lora_rank" in text else text.get("num_key_value_heads") or heads
     layers = text.get("num_hidden_layers", text.get("num_layers", 0))
-    return layers * kv_heads * (key_size + value_size) * context * itemsize
+    width = kv_heads * (key_size + value_size)
+    if not is_coded:
+        return layers * width * context * itemsize
+    return (layers * (width + kv_heads * 2 * STEP_NBYTES) + width * (itemsize + 2)) * context
 
 
 def available_host_nbytes() -> int:

@@ -33,6 +33,7 @@ class Stats:
     _store: PackedStore
     memory_reason: str
     system_reason: str | None = None  # where expertly chose the system
+    kv: dict[str, Any] | None = None  # how the KV cache is rounded
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as plain numbers: seconds in `_s`, bytes where the name says so, rates None when undefined."""
@@ -52,6 +53,7 @@ class Stats:
             "memory_reason": self.memory_reason,
             "kernels": shard.kernels.facts(),
             "rounding": None if rounding is None else {"to": rounding.to},
+            "kv": self.kv,
             "dense": {"bytes": sum(formats.values()), "formats": formats},
             "bytes_loaded": sum(phase.loaded_nbytes for phase in totals.values()),
             "stall_s": sum(phase.stall_ns for phase in totals.values()) / 1e9,

@@ -28,8 +28,9 @@ from transformers.utils import output_capturing
 
 from expertly.model.closed import ARITHMETIC, does_only, stand_in, takes_one, undecorated
 from expertly.model.hooks import CACHE, AsTried, look_alike, original_of, places
+from expertly.model.kv_codes import decoded, factors_of
 from expertly.model.tiled import TiledLayer
-from expertly.native.kernels import NORM_STYLES, Kernels, Projections, are_plain
+from expertly.native.kernels import NORM_STYLES, STEP_NBYTES, Kernels, Projections, are_plain
 
 
 def use_kernels(model: nn.Module, kernels: Kernels) -> int:
@@ -421,11 +422,12 @@ def _attention(
     then: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     are_ours: bool = False,
     positions: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As transformers' attention functions: query [B, H, n, D] over key and value [B, G, S, ...], to [B, n, H, W]; or
     what the linear layer of `then`, weight and bias, makes of it, [B, n, rows], where the kernel computes both.
-    `positions`: which keys and values are those of the tokens.
+    `positions`: which keys and values are those of the tokens. `factors`: they are codes (kv_codes.py).
     """
     asked: Callable[..., torch.Tensor] | None = module.__dict__.get("_expertly_asked")
     if asked is not None:
@@ -433,37 +435,43 @@ def _attention(
     if not is_native(module, query, key, value, attention_mask, scaling, more, are_ours, positions):
         if positions is not None:
             key, value = key.index_select(2, positions), value.index_select(2, positions)
+        if factors is not None:
+            key, value = decoded(key, query.dtype, factors[:, None]), decoded(value, query.dtype)
         function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(_name_of(module), eager_of(module))
         return function(module, query, key, value, attention_mask, scaling=scaling, **more)  # type: ignore[no-any-return]
     scale, softcap = query.shape[-1] ** -0.5 if scaling is None else scaling, more.get("softcap") or 0.0
     kernels: Kernels = module._expertly_kernels
     sinks = more.get("s_aux")
-    called: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "positions": positions, "then": then}
-    return kernels.attention(query, key, value, scale, attention_mask, **called), None
+    called: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "positions": positions, "factors": factors}
+    return kernels.attention(query, key, value, scale, attention_mask, then=then, **called), None
 
 
 def keep(
-    cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any], kernels: Kernels
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor | None]]:
     """Have a KV cache keep keys and values [B, heads, n, D] of new tokens. Returns those of all, [B, heads, S, D]; or,
-    without copying them, all of the cache, and which those are. `kwargs`: of attention, which a paged cache changes.
+    without copying them, all of the cache, and as further arguments of `_attention` which those are, and how they are
+    kept. `kwargs`: of attention, which a paged cache changes.
     """
     kept = paged(cache, layer, key, kwargs)
     if kept is None:
         of_paged = {"kwargs": kwargs} if CACHE == "cache" else {}
-        return *cache.update(key, value, layer, **of_paged), None
+        return *cache.update(key, value, layer, **of_paged), {}
     keys, values, write, read = kept
+    factors = factors_of(cache, layer)
+    if factors is not None:
+        key, value = kernels.encode(key, factors), kernels.encode(value)
     for memory, new in ((keys, key), (values, value)):
         memory[0].index_copy_(1, write, new[0])
-    return keys, values, read
+    return keys, values, {"positions": read, "factors": factors}
 
 
 def paged(
     cache: Any, layer: int, new: torch.Tensor, kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """All keys and all values [1, heads, rows, D] of a layer of a paged cache in the host's memory, in which rows of
-    them the new tokens are to be put, and which then are those of the pass. None: it is another cache, or `update` is
-    to return other rows.
+    """All keys and all values [1, heads, rows, D] of a layer of a paged cache in the host's memory, or their codes, in
+    which rows of them the new tokens are to be put, and which then are those of the pass. None: it is another cache, or
+    `update` is to return other rows.
     """
     if type(cache) is not PagedAttentionCache or not new.is_cpu or kwargs.get("block_table") is not None:
         return None
@@ -478,7 +486,9 @@ def paged(
         return None
     index, keys, values = views[layer]
     write, read = kwargs["write_index"][index], kwargs["read_index"][index]
-    if not read.numel() or keys.dtype != new.dtype or read.dtype != torch.int64 or not read.is_contiguous():
+    factors = factors_of(cache, layer)
+    is_known = keys.dtype == new.dtype if factors is None else factors.shape == (new.shape[1], new.shape[3])
+    if not is_known or not read.numel() or read.dtype != torch.int64 or not read.is_contiguous():
         return None
     return keys, values, write, read
 
@@ -517,13 +527,14 @@ def is_native(
         is_known = name == "eager" and _is_known_eager(module, scaling, more)
     num_tokens, sinks = query.shape[2], more.get("s_aux")
     num_keys = key.shape[2] if positions is None else positions.numel()
+    are_codes = key.dtype == torch.uint8
     if (
         not is_known
-        or not (are_ours or are_plain(query, key, value))
+        or not (are_ours or (are_plain(query, *(() if are_codes else (key, value))) and are_plain(key, value)))
         or num_tokens > kernels.most_tokens(query.dtype, None)
         or key.shape[:2] != value.shape[:2]
         or (positions is None and key.shape[2] != value.shape[2])
-        or (key.shape[0], key.shape[3]) != (query.shape[0], query.shape[3])
+        or (key.shape[0], key.shape[3] - STEP_NBYTES * are_codes) != query.shape[::3]
         or not query.stride(3) == key.stride(3) == value.stride(3) == 1
         or query.shape[1] % key.shape[1]
         or not query.numel()
@@ -661,12 +672,11 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
         (cos, sin), made = position_embeddings, joined.projections
         heads = made.num_rows[1] // made.head_width, made.head_width
         room = None if cache is None else places(cache, self.layer_idx, hidden_states, *heads)
-        query, key, value = kernels.projections(hidden_states, made, cos, sin, room)
-        positions = None
+        how = {} if room is None else {"factors": factors_of(cache, self.layer_idx)}
+        query, key, value = kernels.projections(hidden_states, made, cos, sin, room, **how)
         if cache is not None and room is None:
-            key, value, positions = keep(cache, self.layer_idx, key, value, kwargs)
-        is_kept = room is not None or positions is not None
-        more = {"then": joined.then, "are_ours": is_kept, "positions": positions, **joined.more, **kwargs}
+            key, value, how = keep(cache, self.layer_idx, key, value, kwargs, kernels)
+        more = {"then": joined.then, "are_ours": bool(how), **how, **joined.more, **kwargs}
         out, weights = _attention(self, query, key, value, attention_mask, **more)
         if out.dim() == 4:
             out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))

@@ -257,12 +257,11 @@ class LayerGraphs:
         at, attention, cache = self._at, self._attention, kwargs.get(CACHE)
         key, value = at.key, at.value
         passed = {name: kwargs[name] for name in self._passed}
-        positions = None
+        how: dict[str, Any] = {}
         if cache is not None:
-            key, value, positions = keep(cache, attention.layer_idx, key, value, passed)
+            key, value, how = keep(cache, attention.layer_idx, key, value, passed, self._shared.kernels)
         ask = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_of(attention))
-        more = {**self._more, **passed, "scaling": self._scaling}
-        more |= {} if positions is None else {"positions": positions}
+        more = {**self._more, **passed, **how, "scaling": self._scaling}
         at.attended.copy_(ask(attention, at.query, key, value, kwargs.get("attention_mask"), **more)[0])
 
     def _mix(self) -> None:

@@ -32,10 +32,10 @@ from transformers.utils import output_capturing
 
 from expertly.core.errors import ModelUseError
 from expertly.core.observation import IterationInfo
+from expertly.native.kernels import STEP_NBYTES, ChosenExperts
 
 if TYPE_CHECKING:
     from expertly.model.structure import ExpertsSite
-    from expertly.native.kernels import ChosenExperts
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """What models and their outputs call the KV cache: `past_key_values` before transformers 5.24, which takes both."""
@@ -240,6 +240,7 @@ class _Passes:
     lock: contextlib.AbstractContextManager[bool] = field(default_factory=threading.RLock)
     is_running: bool = False  # a pass runs that the runtime knows of
     check: Callable[[int, int], None] | None = None  # see `check_passes`
+    give_room: Callable[[Any], None] = field(default_factory=lambda: give_room)  # see `keep_rows`
 
 
 def attach(model: PreTrainedModel, sites: Sequence[str], runtime: Runtime) -> None:
@@ -267,6 +268,11 @@ def check_passes(model: nn.Module, check: Callable[[int, int], None]) -> None:
     model; the pass raises its exceptions.
     """
     _passes_of(model).check = check
+
+
+def keep_rows(model: nn.Module, give_room: Callable[[Any], None]) -> None:
+    """Call this with the KV cache of each forward pass of a loaded model, instead of `give_room`."""
+    _passes_of(model).give_room = give_room
 
 
 @contextlib.contextmanager
@@ -309,7 +315,7 @@ def _announcing(original: Any) -> Any:
             if info is None:
                 return original.forward(self, *args, **kwargs)
             cache = _cache_in(inputs)
-            give_room(cache)
+            passes.give_room(cache)
             if passes.check is not None:
                 passes.check(_length(cache) * info.num_requests, len(info.is_prefill))
             passes.runtime.begin_iteration(info)
@@ -340,8 +346,13 @@ def give_room(cache: Any) -> None:
     """
     for layer in getattr(cache, "layers", ()):
         if type(layer) is DynamicLayer:
-            layer.__class__ = RoomyLayer
-            vars(layer)["_expertly_rooms"] = _Room(), _Room()
+            become(layer, RoomyLayer)
+
+
+def become(layer: Any, kind: type[DynamicLayer]) -> None:
+    """Have a layer of a KV cache be of a kind with room for more tokens."""
+    layer.__class__ = kind
+    vars(layer)["_expertly_rooms"] = _Room(), _Room()
 
 
 class _Room:
@@ -394,12 +405,17 @@ def places(cache: Any, layer: int, new: torch.Tensor, num_heads: int, head_width
     if type(cache) is not DynamicCache or cache.offloading or layer >= len(cache.layers):
         return None
     kept = cache.layers[layer]
-    if type(kept) is not RoomyLayer or kept.keys is None or kept.values is None:
+    if not isinstance(kept, RoomyLayer) or kept.keys is None or kept.values is None:
         return None
+    dtype, factors = new.dtype, vars(kept).get("_expertly_factors")  # see kv_codes.py
+    if factors is not None:
+        if factors.shape != (num_heads, head_width):
+            return None
+        dtype, head_width = torch.uint8, head_width + STEP_NBYTES
     views = []
     for room, past in zip(kept._expertly_rooms, (kept.keys, kept.values), strict=True):
         memory = room.memory
-        if memory is None or past is not room.handed_out or memory.dtype != new.dtype:
+        if memory is None or past is not room.handed_out or memory.dtype != dtype:
             return None
         batch, heads, most, width = memory.shape
         num_tokens = past.shape[2] + new.shape[1]

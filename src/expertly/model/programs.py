@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from expertly.model.dense import IDLE, is_native, is_native_mask, paged
 from expertly.model.graphs import LayerGraphs, use_graphs
 from expertly.model.hooks import CACHE, Runtime, places, watchers
+from expertly.model.kv_codes import factors_of
 from expertly.native.kernels import STEPS, ChosenExperts, Kernels, UnsureError, double_bits, point_at, put_into
 
 _aten = torch.ops.aten
@@ -243,7 +244,7 @@ class LayerProgram(LayerGraphs):
         self._layer: int = self._experts._expertly_layer
         self._is_idle = self._more.keys() <= IDLE and self._passed <= IDLE - {"dropout"}  # whoever calls the layer
         scale = at.query.shape[-1] ** -0.5 if self._scaling is None else self._scaling
-        self._asked = kernels.attention_call(at.query, at.key, at.value, at.attended, self._more.get("s_aux"))
+        self._asked = kernels.attention_call(at.query, at.key, at.attended, self._more.get("s_aux"))
         asks = self._asked.buffer_info()[0], double_bits(scale), double_bits(self._more.get("softcap") or 0.0)
         runtime: Runtime = self._experts._expertly_runtime
         if len(at.chosen[1]) == 1:
@@ -297,9 +298,10 @@ class LayerProgram(LayerGraphs):
             room = places(cache, layer, at.hidden, at.key.shape[1], at.key.shape[3])
             keys, values = room or (keys, values)
             first = keys.shape[2] - num_tokens
-        put_into(projected, room, first)
+        factors = None if room is None else factors_of(cache, layer)
+        put_into(projected, room, first, factors)
         if room is not None:
-            point_at(self._asked, keys, values, mask, kernels.dtypes, positions)
+            point_at(self._asked, keys, values, mask, kernels.dtypes, positions, factors)
         return room is not None
 
 

@@ -16,6 +16,7 @@ import transformers
 from transformers.generation.continuous_batching import RequestState, RequestStatus, Scheduler
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
+from expertly.model.kv_codes import digest_of
 from expertly.store.pages import KeptPages
 
 SHORT_TOKENS = 16
@@ -263,7 +264,7 @@ class Turns(Scheduler):  # type: ignore[misc]
             if not pool.count_free_blocks(allocator.index):
                 pool.allocate_sector(allocator.index)
             (block,) = pool.get_free_blocks(allocator.index, 1)
-            allocator._copy_view[block] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            allocator._copy_view[block] = torch.frombuffer(content, dtype=torch.uint8)
             tokens = prompt[number * self._page_tokens : (number + 1) * self._page_tokens]
             parent = compute_block_hash(parent, tokens)
             same = ledger.register_new_hash(block, parent)
@@ -280,7 +281,7 @@ def kind_of_pages(model: Any) -> str | None:
     """
     groups: Any = group_layers_by_attn_type(model.config.get_text_config())
     are_alike = isinstance(groups, dict) and list(groups) == ["full_attention"]
-    return f"transformers {transformers.__version__}" if are_alike else None
+    return f"transformers {transformers.__version__} {digest_of(model)}" if are_alike else None
 
 
 def _by_age(states: Iterable[RequestState]) -> list[RequestState]:

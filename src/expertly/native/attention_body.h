@@ -60,7 +60,8 @@ INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batc
             memcpy(tail, p + key_full * itemsize, (size_t)((a->key_width - key_full) * itemsize));
             NAME(dot_block)(dtype, N, tail, q, key_full, even, odd);
         }
-        for (int t = 0; t < N; t++) scores[t][s] = NAME(total)(even[t] + odd[t]);
+        const float step = dtype == CODES ? bfloat16_value(p + a->key_width) : 1;
+        for (int t = 0; t < N; t++) scores[t][s] = NAME(total)(even[t] + odd[t]) * step;
     }
     const int64_t padded = (num + V - 1) / V * V;
     for (int t = 0; t < N; t++) {
@@ -86,6 +87,10 @@ INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batc
         float *to = partial + (first + t) * a->partial_width;
         to[0] = most, to[1] = NAME(total)(sum);
     }
+    for (int64_t s = 0; dtype == CODES && s < num; s++) {
+        const char *p = values + (positions == NULL ? begin + s : positions[begin + s]) * a->v_strides[2];
+        for (int t = 0; t < N; t++) scores[t][s] *= bfloat16_value(p + a->value_width);
+    }
     for (int64_t j = 0; j < a->padded_value_width; j += BLOCK) {
         vf even[4], odd[4];
         for (int t = 0; t < N; t++) even[t] = odd[t] = (vf){0};
@@ -108,7 +113,7 @@ INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batc
 }
 
 /* The chunks of a key head are done: join them, and put the outputs. */
-INLINE void NAME(join_chunks)(int dtype, const attention *a, int64_t batch, int64_t head) {
+INLINE void NAME(join_chunks)(int dtype, int kv_dtype, const attention *a, int64_t batch, int64_t head) {
     const int64_t itemsize = NAME(itemsize)(dtype), num_groups = a->num_rows / a->num_tokens;
     const int64_t stride = a->num_rows * a->partial_width;
     float *partial = a->partial + (batch * a->num_kv_heads + head) * a->num_chunks * stride;
@@ -133,30 +138,66 @@ INLINE void NAME(join_chunks)(int dtype, const attention *a, int64_t batch, int6
         char *out = a->out + ((batch * a->num_tokens + token) * num_heads + query_head) * a->value_width * itemsize;
         const float scale = sum == 0 ? 0 : 1 / sum; /* a row that sees nothing is zero */
         for (int64_t j = 0; j < a->value_width; j++)
-            NAME(put)(dtype, first[2 + NAME(place)(dtype, j)] * scale, out + j * itemsize);
+            NAME(put)(dtype, first[2 + NAME(place)(kv_dtype, j)] * scale, out + j * itemsize);
     }
 }
 
-INLINE void NAME(attend_typed)(int dtype, attention *a) {
+INLINE void NAME(attend_typed)(int dtype, int kv_dtype, attention *a) {
     FOR_CHUNKS(c, &a->chunks) {
         const int64_t number = c / a->num_chunks, batch = number / a->num_kv_heads, head = number % a->num_kv_heads;
         const int64_t begin = c % a->num_chunks * KEYS_CHUNK;
         const int64_t end = begin + KEYS_CHUNK < a->num_keys ? begin + KEYS_CHUNK : a->num_keys;
         float *partial = a->partial + c * a->num_rows * a->partial_width;
         int64_t row = 0;
-        for (; row + 4 <= a->num_rows; row += 4) NAME(attend_rows)(dtype, 4, a, batch, head, row, begin, end, partial);
-        for (; row < a->num_rows; row++) NAME(attend_rows)(dtype, 1, a, batch, head, row, begin, end, partial);
+        for (; row + 4 <= a->num_rows; row += 4) NAME(attend_rows)(kv_dtype, 4, a, batch, head, row, begin, end, partial);
+        for (; row < a->num_rows; row++) NAME(attend_rows)(kv_dtype, 1, a, batch, head, row, begin, end, partial);
         if (__atomic_sub_fetch(a->left + number, 1, __ATOMIC_ACQ_REL) == 0)
-            NAME(join_chunks)(dtype, a, batch, head);
+            NAME(join_chunks)(dtype, kv_dtype, a, batch, head);
     }
 }
 
 static void NAME(run_attention)(void *argument) {
     attention *a = argument;
-    if (a->dtype == BFLOAT16) NAME(attend_typed)(BFLOAT16, a);
-    else if (a->dtype == FLOAT32) NAME(attend_typed)(FLOAT32, a);
+    if (a->are_codes) NAME(attend_typed)(a->dtype, CODES, a);
+    else if (a->dtype == BFLOAT16) NAME(attend_typed)(BFLOAT16, BFLOAT16, a);
+    else if (a->dtype == FLOAT32) NAME(attend_typed)(FLOAT32, FLOAT32, a);
 #if HAS_HALF
-    else NAME(attend_typed)(FLOAT16, a);
+    else NAME(attend_typed)(FLOAT16, FLOAT16, a);
+#endif
+}
+
+/* A row of keys, over `factors`, or of values (NULL) as CODES, a step being a 127th of the largest. Where that is not
+ * finite, no number of the row is.
+ */
+INLINE void NAME(encode_typed)(int dtype, const char *x, int64_t width, const float *factors, char *out) {
+    const int64_t itemsize = NAME(itemsize)(dtype);
+    int32_t most = 0; /* bits of what is not negative are in its order */
+    for (int64_t j = 0; j < width; j++) {
+        const float value = NAME(value)(dtype, x + j * itemsize) / (factors == NULL ? 1 : factors[j]);
+        int32_t bits;
+        memcpy(&bits, &value, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    float largest;
+    memcpy(&largest, &most, 4);
+    put_bfloat16(largest / 127, out + width);
+    const float step = bfloat16_value(out + width), inverse = step >= 1.17549435e-38f ? 1 / step : 0;
+    if (!(step < __builtin_inff())) {
+        memset(out, 129, (size_t)width);
+        return;
+    }
+    for (int64_t j = 0; j < width; j++) {
+        const float value = NAME(value)(dtype, x + j * itemsize) / (factors == NULL ? 1 : factors[j]);
+        out[j] = (char)(uint8_t)(__builtin_rintf(value * inverse) + 128);
+    }
+}
+
+static void NAME(encode)(int dtype, const char *x, int64_t width, const float *factors, char *out) {
+    if (dtype == BFLOAT16) NAME(encode_typed)(BFLOAT16, x, width, factors, out);
+    else if (dtype == FLOAT32) NAME(encode_typed)(FLOAT32, x, width, factors, out);
+#if HAS_HALF
+    else NAME(encode_typed)(FLOAT16, x, width, factors, out);
 #endif
 }
 

@@ -43,13 +43,16 @@ those of a prompt for which a tile of quantised weights is decoded once.
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 34
+VERSION = 35
 """Of the interface that is called here; products.c says the same number."""
 
 PLAIN = (nn.Parameter, torch.Tensor)
 """Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
 
 _STRIDED, _is_compiling = torch.strided, torch.compiler.is_compiling  # looked up several times a layer
+
+STEP_NBYTES = 2
+"""Behind a row of codes."""
 
 NO_DOWN = -1
 """In place of down's format: the blocks of one matrix."""
@@ -78,6 +81,7 @@ _COMPUTING: dict[str, tuple[Any, ...]] = {
     "combine": (*3 * (_INT,), *3 * (_LONG,), *3 * (_ADDRESS,)),
     "attention": (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,)),
     "projections": (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,)),
+    "encode": (*2 * (_INT,), *4 * (_LONG,), *3 * (_ADDRESS,)),
     "norm": (*3 * (_INT,), *2 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, ctypes.c_double, _ADDRESS),
     "router": (*3 * (_INT,), _ADDRESS),
     "program": (*2 * (_INT,), _ADDRESS, *2 * (_LONG,)),
@@ -262,10 +266,13 @@ def point_at(
     mask: torch.Tensor | None,
     dtypes: Mapping[torch.dtype, int],
     positions: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> None:
-    """Have a call of attention read these keys, values and mask; of keys and values those at `positions`."""
+    """Have a call of attention read these keys, values and mask; of keys and values those at `positions`. `factors`:
+    see `encode`.
+    """
     call[4], call[8], call[9] = k.shape[2], k.data_ptr(), v.data_ptr()
-    call[27], call[28] = 0, min(k.shape[2], v.shape[2])
+    call[27], call[28], call[29] = 0, min(k.shape[2], v.shape[2]), _address(factors)
     if positions is not None:
         call[4], call[27] = positions.numel(), positions.data_ptr()
     call[16], call[17], call[18] = k.stride()[:3]
@@ -278,10 +285,13 @@ def point_at(
         call[25] = BOOLEAN if mask.dtype == torch.bool else dtypes[mask.dtype]
 
 
-def put_into(call: array[int], places: Sequence[torch.Tensor] | None, first: int) -> None:
+def put_into(
+    call: array[int], places: Sequence[torch.Tensor] | None, first: int, factors: torch.Tensor | None = None
+) -> None:
     """Have a call of projections put keys and values of its tokens into `places`, from the row `first` on; None: beside
-    the queries.
+    the queries. `factors`: see `encode`.
     """
+    call[-8] = _address(factors)
     if places is None:
         call[-7] = call[-6] = 0
         return
@@ -431,20 +441,21 @@ class Kernels:
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
         then: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
         """Attention [B, n, H, W] of queries [B, H, n, D] over keys [B, G, S, D] and values [B, G, S, W], G dividing H.
 
-        `mask` [B or 1, H or 1, n, S] says what is seen, or is added to the scores; `softcap`
-        bounds scores by a tanh; `sinks` [H] are scores that take their share of the softmax and have no value. Widths
-        lie side by side. `positions` int64 [S], contiguous: which keys and values of one sequence are read, instead of
-        all. `then`: what the linear layer of this weight [rows, H * W] and bias [rows], contiguous, makes of it
-        instead, [B, n, rows], of at most most_tokens. Raises MemoryError.
+        `mask` [B or 1, H or 1, n, S] says what is seen, or is added to the scores; `softcap` bounds scores by a tanh;
+        `sinks` [H] are scores that take their share of the softmax and have no value. Widths lie side by side.
+        `positions` int64 [S], contiguous: which keys and values of one sequence are read, instead of all. `factors`:
+        they are codes, see `encode`. `then`: what the linear layer of this weight [rows, H * W] and bias [rows],
+        contiguous, makes of it instead, [B, n, rows], of at most most_tokens. Raises MemoryError.
         """
         num_batches, num_heads, num_tokens, _ = q.shape
-        out = q.new_empty(num_batches, num_tokens, num_heads, v.shape[3])
-        call = self.attention_call(q, k, v, out, sinks)
-        point_at(call, k, v, mask, self.dtypes, positions)
+        out = q.new_empty(num_batches, num_tokens, num_heads, v.shape[3] - (0 if factors is None else STEP_NBYTES))
+        call = self.attention_call(q, k, out, sinks)
+        point_at(call, k, v, mask, self.dtypes, positions, factors)
         projected = out
         if then is not None:
             weight, bias = then
@@ -459,18 +470,32 @@ class Kernels:
         return projected
 
     def attention_call(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None
+        self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None
     ) -> array[int]:
-        """The numbers of a call, without keys and values, see `point_at`, which are like `k` and `v`."""
+        """The numbers of a call, without keys and values, see `point_at`; keys have as many heads as `k`."""
         num_batches, num_heads, num_tokens, key_width = q.shape
         return array(
             "q",
             (
-                *(num_batches, num_heads, k.shape[1], num_tokens, 0, key_width, v.shape[3], q.data_ptr(), 0, 0, 0),
+                *(num_batches, num_heads, k.shape[1], num_tokens, 0, key_width, out.shape[3], q.data_ptr(), 0, 0, 0),
                 *(_address(sinks), out.data_ptr(), *q.stride()[:3], *(0,) * 9),
-                *(BOOLEAN, 0 if sinks is None else self.dtypes.get(sinks.dtype, 0), 0, 0, 0, 0, 0, 0),
+                *(BOOLEAN, 0 if sinks is None else self.dtypes.get(sinks.dtype, 0), *(0,) * 7),
             ),
         )
+
+    def encode(self, x: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
+        """Keys or values `x` [B, heads, n, D] as codes, uint8 [B, heads, n, D + STEP_NBYTES]: a row's numbers, of keys
+        over `factors` [heads, D] of float32, in steps of a 127th of the largest, plus 128; behind them the step, in
+        bfloat16.
+        """
+        (*sizes, width), x = x.shape, x.contiguous()
+        if factors is not None and factors.shape != (sizes[1], width):
+            raise ValueError(f"factors of {list(factors.shape)} for keys {list(x.shape)}")
+        out = torch.empty(*sizes, width + STEP_NBYTES, dtype=torch.uint8)
+        addresses = x.data_ptr(), _address(factors), out.data_ptr()
+        if self._call.encode(self._level, self.dtypes[x.dtype], *sizes, width, *addresses):
+            raise MemoryError(_FAILED)
+        return out
 
     def projections(
         self,
@@ -479,11 +504,12 @@ class Kernels:
         cos: torch.Tensor,
         sin: torch.Tensor,
         places: Sequence[torch.Tensor] | None = None,
+        factors: torch.Tensor | None = None,
     ) -> Sequence[torch.Tensor]:
         """Queries, keys and values [B, heads, S, D] of `x` [B, S, H], of at most most_tokens. Rotated by `cos` and
         `sin` [..., angles]: as many angles as numbers, or one a pair; position t modulo positions is token t's. All
         of the layer's dtype. `places` [B, heads, more, D] end with room for the keys and values, which are put there;
-        they are returned in place of these. Raises MemoryError.
+        they are returned in place of these. `factors`: places take codes, see `encode`. Raises MemoryError.
         """
         x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
         num_sequences, length, hidden = x.shape
@@ -502,12 +528,12 @@ class Kernels:
             (
                 *(num, hidden * itemsize, x.data_ptr()),
                 *(angles, cos.numel() // angles, cos.data_ptr(), sin.data_ptr()),
-                *(*addresses, *layer.addresses, 0, 0, num_sequences, 0, 0, 0, 0),
+                *(*addresses, *layer.addresses, 0, 0, 0, num_sequences, 0, 0, 0, 0),
             ),
         )
         if places is not None:
             made += places
-            put_into(call, places, places[0].shape[2] - length)
+            put_into(call, places, places[0].shape[2] - length, factors)
         dtype, numbers = self.dtypes[x.dtype], call.buffer_info()[0]
         threads = min(torch.get_num_threads(), self.max_threads)
         if self._call.projections(self._level, dtype, threads, numbers, *layer.epsilons):

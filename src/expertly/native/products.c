@@ -228,7 +228,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 34; }
+int expertly_products_version(void) { return 35; }
 
 /* Tables to decode with, as GRIDS has them, before anything is decoded. */
 int expertly_products_grids(const char *bytes, int64_t nbytes) {
@@ -574,6 +574,7 @@ typedef struct {
     int64_t mask_dtype, sinks_dtype;
     const int64_t *positions; /* [num_keys], of one sequence's keys and values, each below num_positions; or NULL */
     int64_t num_positions;
+    const float *factors;     /* [num_kv_heads, key_width]: keys, which were divided by these, and values are CODES; or NULL */
     const char *then_weight, *then_bias; /* [then_rows, heads * value_width], [then_rows]: of a linear layer, or NULL */
     int64_t then_rows;
     char *then_out; /* [B * n, then_rows] */
@@ -593,6 +594,7 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
     const int64_t rows = heads / kv_heads * call->num_tokens, block = set->block;
     const int64_t padded_key = (call->key_width + block - 1) / block * block;
     const int64_t padded_value = (call->value_width + block - 1) / block * block;
+    const int64_t kv_itemsize = call->factors == NULL ? itemsize_of(dtype) : 1;
     const int64_t num_chunks = (call->num_keys + KEYS_CHUNK - 1) / KEYS_CHUNK, jobs = num_batches * kv_heads;
     const int64_t q_floats = jobs * rows * padded_key, partial_width = 2 + padded_value;
     float *memory = allocate(q_floats + jobs * num_chunks * rows * partial_width + heads);
@@ -607,8 +609,16 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
         const int64_t head = row / rows % kv_heads * groups + row % groups;
         const int64_t *strides = call->q_strides, at = batch * strides[0] + head * strides[1] + token * strides[2];
         float *to = memory + row * padded_key;
-        set->prepare(dtype, call->q + at * itemsize_of(dtype), call->key_width, to);
-        for (int64_t j = 0; j < padded_key; j++) to[j] *= (float)scale;
+        const char *from = call->q + at * itemsize_of(dtype);
+        if (call->factors == NULL) {
+            set->prepare(dtype, from, call->key_width, to);
+            for (int64_t j = 0; j < padded_key; j++) to[j] *= (float)scale;
+            continue;
+        }
+        const float *factors = call->factors + row / rows % kv_heads * call->key_width;
+        set->widen(dtype, from, call->key_width, to);
+        memset(to + call->key_width, 0, (size_t)(padded_key - call->key_width) * sizeof(float));
+        for (int64_t j = 0; j < call->key_width; j++) to[j] *= (float)scale * factors[j];
     }
     for (int64_t i = 0; i < jobs; i++) left[i] = num_chunks;
     float *sinks = memory + q_floats + jobs * num_chunks * rows * partial_width;
@@ -618,17 +628,17 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
         .num_kv_heads = kv_heads, .num_rows = rows,
         .num_tokens = call->num_tokens, .num_keys = call->num_keys, .key_width = call->key_width,
         .padded_key_width = padded_key, .value_width = call->value_width, .padded_value_width = padded_value,
-        .k = call->k, .v = call->v, .positions = call->positions, .mask = call->mask, .q = memory, .sinks = call->sinks == NULL ? NULL : sinks,
+        .k = call->k, .v = call->v, .positions = call->positions, .are_codes = call->factors != NULL, .mask = call->mask, .q = memory, .sinks = call->sinks == NULL ? NULL : sinks,
         .softcap = (float)softcap, .partial = memory + q_floats, .partial_width = partial_width, .left = left,
         .out = call->out, .num_chunks = num_chunks, .chunks = {.num = jobs * num_chunks},
     };
     for (int i = 0; i < 3; i++) {
-        job.k_strides[i] = call->k_strides[i] * itemsize_of(dtype);
-        job.v_strides[i] = call->v_strides[i] * itemsize_of(dtype);
+        job.k_strides[i] = call->k_strides[i] * kv_itemsize;
+        job.v_strides[i] = call->v_strides[i] * kv_itemsize;
     }
     memcpy(job.mask_strides, call->mask_strides, sizeof job.mask_strides);
     run(set->attention, &job, &job.chunks, num_threads,
-        jobs * call->num_keys * (call->key_width + call->value_width) * itemsize_of(dtype));
+        jobs * call->num_keys * (call->key_width + call->value_width) * kv_itemsize);
     free(memory);
     free(left);
     if (call->then_weight == NULL) return 0;
@@ -677,9 +687,27 @@ int expertly_projections(int level, int dtype, int num_threads, const projection
         for (int64_t t = 0, length = p->num_tokens / p->num_sequences; t < p->num_tokens; t++)
             for (int64_t head = 0, heads = p->num_rows[i] / p->head_width; head < heads; head++) {
                 const int64_t *strides = p->place_strides[i - 1];
-                memcpy(p->places[i - 1] + t / length * strides[0] + head * strides[1] + t % length * nbytes,
-                       p->out[i] + (t * heads + head) * nbytes, (size_t)nbytes);
+                char *place = p->places[i - 1] + t / length * strides[0] + head * strides[1];
+                const char *row = p->out[i] + (t * heads + head) * nbytes;
+                if (p->factors == NULL) {
+                    memcpy(place + t % length * nbytes, row, (size_t)nbytes);
+                    continue;
+                }
+                const float *factors = i == 1 ? p->factors + head * p->head_width : NULL;
+                set->encode(dtype, row, p->head_width, factors, place + t % length * (p->head_width + STEP_NBYTES));
             }
+    return 0;
+}
+
+/* out[B, heads, n, width + STEP_NBYTES]: rows of x[B, heads, n, width] as CODES, of keys over factors[heads, width]. */
+int expertly_encode(int level, int dtype, int64_t num_batches, int64_t num_heads, int64_t num_tokens, int64_t width,
+                    const char *x, const float *factors, char *out) {
+    const instruction_set *set = set_at(level);
+    if (!takes(set, dtype) || num_batches < 0 || num_heads < 0 || num_tokens < 0 || width < 1) return -1;
+    for (int64_t row = 0; row < num_batches * num_heads * num_tokens; row++)
+        set->encode(dtype, x + row * width * itemsize_of(dtype), width,
+                    factors == NULL ? NULL : factors + row / num_tokens % num_heads * width,
+                    out + row * (width + STEP_NBYTES));
     return 0;
 }
 

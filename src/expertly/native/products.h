@@ -34,6 +34,8 @@ typedef int32_t four_places __attribute__((vector_size(16)));
 
 enum { BFLOAT16, FLOAT16, FLOAT32 };
 enum { PAIRS = 3 }; /* a dtype within the library: bfloat16 that AVX512-BF16 multiplies in pairs (pairs_body.h) */
+enum { CODES = 5 }; /* of keys and values alone: numbers of a row in steps, plus 128, and behind them the step in bfloat16 */
+enum { STEP_NBYTES = 2 };
 enum { MAX_TOKENS = 4 };   /* multiplied at a time: so many sums fit in the registers */
 enum { ROWS_STEP_NBYTES = 32 << 10 }; /* of neurons whose down rows follow at once */
 enum { TASK_TOKENS = 16 }; /* most tokens of a task; weights are read again, from the cache, for each MAX_TOKENS */
@@ -309,6 +311,7 @@ typedef struct {
     int64_t key_width, padded_key_width, value_width, padded_value_width;
     const char *k, *v, *mask;
     const int64_t *positions; /* of keys and values; NULL: one after the other */
+    int64_t are_codes;        /* keys and values are CODES, not of `dtype` */
     int64_t k_strides[3], v_strides[3], mask_strides[3];
     const float *q;     /* scaled, [B, key heads, rows, padded_key_width], in the order of `place` */
     const float *sinks; /* [heads]: a score in each softmax that has no value; or NULL */
@@ -335,6 +338,7 @@ typedef struct {
     const char *weights[3];  /* [rows, H] */
     const char *bias[3];     /* [rows], or NULL */
     int64_t num_rows[3];
+    const float *factors;    /* [key heads, head_width]: places take CODES, of keys over these; or NULL */
     char *places[2];         /* the KV cache's room for these keys and values, [B, heads, n / B, head_width]; or NULL */
     int64_t num_sequences, place_strides[2][2]; /* bytes from sequence to sequence and from head to head, of each */
 } projections;
@@ -368,6 +372,7 @@ typedef struct {
     void (*experts)(void *);
     void (*decode_rows)(int format, int dtype, const char *p, int64_t num_rows, int64_t width, char *out);
     void (*attention)(void *);
+    void (*encode)(int dtype, const char *x, int64_t width, const float *factors, char *out); /* one row */
     void (*rotate)(int dtype, const projections *p, int64_t width, char *values);
     int (*norm)(int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes, const char *weight,
                 float epsilon, char *out);

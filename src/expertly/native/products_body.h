@@ -23,7 +23,7 @@ typedef float NAME(four) __attribute__((vector_size(16), aligned(4), may_alias))
 #define vh NAME(vh)
 #define BLOCK (2 * V)
 
-INLINE int64_t NAME(itemsize)(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
+INLINE int64_t NAME(itemsize)(int dtype) { return dtype == FLOAT32 ? 4 : dtype == CODES ? 1 : 2; }
 
 INLINE void NAME(load)(int dtype, const char *p, vf *a, vf *b) {
     if (dtype == BFLOAT16) {
@@ -33,6 +33,9 @@ INLINE void NAME(load)(int dtype, const char *p, vf *a, vf *b) {
     } else if (dtype == FLOAT32) {
         *a = *(const vf *)p;
         *b = *(const vf *)(p + 4 * V);
+    } else if (dtype == CODES) {
+        *a = __builtin_convertvector((vi)BYTES(p) - 128, vf);
+        *b = __builtin_convertvector((vi)BYTES(p + V) - 128, vf);
     } else {
         LOAD_HALF(p, *a);
         LOAD_HALF(p + 2 * V, *b);
@@ -535,7 +538,7 @@ static void NAME(run_experts)(void *argument) {
         label, BLOCK, HAS_HALF, has_pairs, NAME(prepare), NAME(widen), NAME(narrow), NAME(softmax), NAME(tile_prepare), \
             NAME(many_prepare), NAME(combine), NAME(run_dots), NAME(run_many_sums), NAME(run_experts),   \
             NAME(decode_rows),                                                                                      \
-            NAME(run_attention), NAME(rotate), NAME(norm),                                                          \
+            NAME(run_attention), NAME(encode), NAME(rotate), NAME(norm),                                                          \
     }
 static const instruction_set NAME(set) = SET(LABEL, 0);
 #ifdef PAIRS_LABEL

@@ -98,6 +98,7 @@ def assemble(
         "size_bytes": memory["dense_bytes"] + stats["expert_bytes"],
         "memory": memory,
         "rounding": stats["rounding"],
+        "kv": stats["kv"],
     }
     about = {**head, "max_model_len": room.context, "expertly": facts}
     service = Service(about, prompts, RequestScheduler(room), end_tokens(model), stop_strings(model))

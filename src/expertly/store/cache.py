@@ -22,8 +22,8 @@ from expertly.store.removal import LOCK_NAME, remove_store
 
 CACHE_VARIABLE = "EXPERTLY_CACHE"
 
-LEARNED = ("predictor", "fastest")
-"""Files beside a model's store: trained weights of a predictor, and the fastest systems."""
+LEARNED = ("predictor", "fastest", "kv8")
+"""Files beside a model's store: trained weights of a predictor, the fastest systems, factors of keys."""
 
 
 def store_errors(folder: Path, doing: str) -> contextlib.AbstractContextManager[None]:

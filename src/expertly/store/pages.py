@@ -70,14 +70,14 @@ class KeptPages:
     def __contains__(self, name: str) -> bool:
         return name in self._nbytes
 
-    def read(self, name: str, nbytes: int) -> bytes | None:
-        """A page's bytes; None where they are not what was written."""
+    def read(self, name: str, nbytes: int) -> memoryview | None:
+        """A page's bytes, in memory of its own; None where they are not what was written."""
         path = self._folder / name
-        content = b""
+        content = memoryview(bytearray(nbytes + _SUM_NBYTES + 1))
+        page, num_read = content[:nbytes], 0
         with suppress(StoreError), reading(path, StoreError) as file:
-            content = file.read(nbytes + _SUM_NBYTES + 1)
-        page, checksum = content[:nbytes], content[nbytes:]
-        if len(page) != nbytes or checksum != _sum_of(name, page):
+            num_read = file.readinto(content)
+        if num_read != nbytes + _SUM_NBYTES or content[nbytes:num_read] != _sum_of(name, page):
             self._forget(name)
             return None
         with self._changed, suppress(KeyError):
@@ -139,7 +139,7 @@ class KeptPages:
             (self._folder / name).unlink()
 
 
-def _sum_of(name: str, page: bytes) -> bytes:
+def _sum_of(name: str, page: bytes | memoryview) -> bytes:
     """Of a page and its name: another page's file under this name is not it."""
     checksum = xxhash.xxh3_64(name.encode())
     checksum.update(page)
