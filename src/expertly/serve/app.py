@@ -40,7 +40,7 @@ log = logging.getLogger("expertly.serve")
 
 def make_app(service: Service, view: View, keys: Sequence[str], bodies: Bodies, root_path: str = "") -> ASGIApp:
     """The ASGI application. `root_path`: what a proxy puts before its paths, whether or not it is cut off before."""
-    app = FastAPI(openapi_url=None, root_path=root_path)
+    app = FastAPI(openapi_url=None)
     for kind in (HTTPException, ClientDisconnect, ApiError, ExpertlyError, Exception):
         app.add_exception_handler(kind, _on_error)
     _add_state(app, service, view)
@@ -196,6 +196,7 @@ class Guard:
         self._app, self._keys, self._root_path = app, keys, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["root_path"] = self._root_path
         error = self._error(scope) if scope["type"] == "http" else None
         await (self._app if error is None else _error_response(error, scope["path"]))(scope, receive, send)
 
