@@ -141,7 +141,7 @@ class Bench:
         self.args = args
         self.model, self.tokenizer = expertly.load(folder, device="cpu", **loading)
         self.model.generation_config.eos_token_id = None  # as many tokens as are asked for
-        room = Room(context, PAGE_TOKENS, max(32 * 9, 2 * context // PAGE_TOKENS), 32, 1024)
+        room = Room(context, max(32 * 9, 2 * context // PAGE_TOKENS), 32, 1024)
         batching.Turns = scheduler or Turns  # type: ignore[misc]
         assembled = assemble(self.model, self.tokenizer, ServeOptions(name="model"), (), room)
         self._listener = bind("127.0.0.1", 0)

@@ -66,7 +66,7 @@ class Serving:
 
 def room_for(context: int = 512, max_running: int = 16, max_queue: int = 64, num_pages: int | None = None) -> Room:
     pages = max_running * (context // PAGE_TOKENS + 1) if num_pages is None else num_pages
-    return Room(context, PAGE_TOKENS, pages, max_running, max_queue)
+    return Room(context, pages, max_running, max_queue)
 
 
 @contextmanager

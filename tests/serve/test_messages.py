@@ -337,6 +337,9 @@ def test_a_function_of_a_namespace_is_called_as_its_client_knows_it(demo: tuple[
         forced = {"type": "function", "name": "weather", "namespace": "b"}
         with pytest.raises(openai.BadRequestError, match=r"tool_choice: .*mcp__maps__weather.*b__weather"):
             create(model="demo", input="Oslo?", tools=MAPS, tool_choice=forced | {"namespace": "c"})
+        for alike in (MAPS[0] | {"name": "mcp__maps"}, CODEX[0] | {"name": "mcp__maps__weather"}):
+            with pytest.raises(openai.BadRequestError, match=rf"tools: .*'mcp__maps__'.*{alike['name']}'.*same name"):
+                create(model="demo", input="Oslo?", tools=[*MAPS, alike])
     said = [
         {"role": "user", "content": "Oslo?"},
         item,

@@ -49,7 +49,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"continue_final_message": True}, "continue_final_message", "an assistant's text"),
     ("responses", {"input": "a " * 600}, "input", "accepted: 512 together"),
     ("responses", {"input": None}, "input", "a valid string or a valid list, not null"),
-    ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format", "required"),
+    ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format.json_schema", "or schema"),
     ("tokenize", {}, "prompt", "required, or messages"),
 ]
 

@@ -58,7 +58,7 @@ class Story:
 
     def __init__(self, **room: Any) -> None:
         self.steps = Steps()
-        told = {"context": 64, "page_tokens": 8, "num_pages": 100, "max_running": 2, "max_queue": 2} | room
+        told = {"context": 64, "num_pages": 100, "max_running": 2, "max_queue": 2} | room
         self.scheduler = RequestScheduler(Room(**told))
         self.scheduler.start(lambda sampler, failed: self.steps)
 
@@ -146,16 +146,14 @@ async def test_draining() -> None:
     story = Story(max_running=1)
     story.ask()
     story.ask()
-    drained = asyncio.ensure_future(story.scheduler.drained())
-    await asyncio.sleep(0)
+    assert not story.scheduler.drain()
     with pytest.raises(ApiError) as raised:
         story.ask()
     assert raised.value.status == 503
     await story.step(7)
-    assert not drained.done()
+    assert not story.scheduler.drain()
     await story.step()
-    await asyncio.wait_for(drained, 1)
-    assert story.num_ended("length") == 2, "who waited was served, too"
+    assert story.scheduler.drain() and story.num_ended("length") == 2, "who waited was served, too"
 
 
 def test_a_loop_that_was_closed_troubles_nobody() -> None:
@@ -189,7 +187,7 @@ async def test_closing_ends_what_is_under_way() -> None:
     assert story.num_ended("failed") == 2, "once"
     with pytest.raises(ApiError, match="shutting down"):
         story.ask()
-    RequestScheduler(Room(64, 8, 100, 2, 2)).close()  # that never began
+    RequestScheduler(Room(64, 100, 2, 2)).close()  # that never began
 
 
 # -- text as tokens come: nothing of a stop string ---------------------------------------------------------------------

@@ -48,10 +48,12 @@ class _Answer:
         self._null = {"usage": None} if has_usage else {}
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 
-    def whole(self, deltas: Sequence[Delta]) -> Json:
-        """The whole answer, from all deltas."""
-        by_text = [[delta for delta in deltas if delta.index == text.index] for text in self.request.texts]
-        choices = [self._choice(index, of_text) for index, of_text in enumerate(by_text)]
+    async def whole(self) -> Json:
+        """The whole answer, once it is there."""
+        deltas: list[list[Delta]] = [[] for _ in self.request.texts]
+        async for delta in self.request:
+            deltas[delta.index].append(delta)
+        choices = [self._choice(index, of_text) for index, of_text in enumerate(deltas)]
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage(self.request)}
 
     def last_chunks(self) -> list[Json]:
@@ -143,24 +145,22 @@ class CompletionAnswer(_Answer):
 
     def __init__(self, asked: CompletionRequest, prompts: Prompts, request: ServedRequest) -> None:
         super().__init__(asked, prompts, request)
-        # the prompts' texts, by index, that go before what is written
+        # the prompts' texts, by index, that are still to be told before what is written
         self._echo = {text.index: prompts.text(text.prompt) for text in request.texts} if asked.echo else {}
         self._offsets = [0] * len(request.texts)
-        self._started: set[int] = set()
 
     def chunks(self, delta: Delta) -> list[Json]:
         """The chunks of a stream for `delta`."""
-        if not (delta.text or delta.reason is not None or (delta.index in self._echo.keys() - self._started)):
+        if not (delta.text or delta.reason is not None or delta.index in self._echo):
             return []
         return [self._chunk(self._choice(delta.index, [delta]))]
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> Json:
         text = "".join(delta.text for delta in deltas)
         tokens = [token for delta in deltas for token in delta.choices]
-        if index in self._echo.keys() - self._started:
-            text = self._echo[index] + text
+        if index in self._echo:
+            text = self._echo.pop(index) + text
             tokens.insert(0, SampledToken(self.request.texts[index].prompt[0]))  # which nothing comes before
-        self._started.add(index)
         logprobs = self._logprobs(index, tokens) if self.has_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].reason}
 

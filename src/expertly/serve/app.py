@@ -41,10 +41,8 @@ log = logging.getLogger("expertly.serve")
 def make_app(service: Service, view: View, keys: Sequence[str], bodies: Bodies, root_path: str = "") -> ASGIApp:
     """The ASGI application. `root_path`: what a proxy puts before its paths, whether or not it is cut off before."""
     app = FastAPI(openapi_url=None)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientDisconnect, _on_gone)
-    for bug in (ApiError, ExpertlyError, Exception):
-        app.add_exception_handler(bug, _on_bug)
+    for kind in (HTTPException, ClientDisconnect, ApiError, ExpertlyError, Exception):
+        app.add_exception_handler(kind, _on_error)
     _add_state(app, service, view)
     _add_texts(app, service, bodies)
     return Guard(app, keys, root_path)
@@ -94,18 +92,21 @@ def _add_state(app: FastAPI, service: Service, view: View) -> None:
 
 
 def _add_texts(app: FastAPI, service: Service, bodies: Bodies) -> None:
-    def add(path: str, model: type[Any], make: Callable[[Any], Awaitable[Answer]]) -> None:
+    def add(path: str, model: type[Any], make: Callable[[Any], Awaitable[Answer | Json]]) -> None:
         @app.post(path)
         async def endpoint(request: Request) -> Response:
             async with bodies.read(request, model) as asked:
-                answer, is_stream = await make(asked), asked.stream
+                answer = await make(asked)
+                if isinstance(answer, dict):
+                    return JSONResponse(answer)
+                is_stream = asked.stream
                 del asked  # its texts are tokens by now
             service.start(answer.request)
             gone = partial(service.scheduler.cancel, answer.request)
             if is_stream:
                 return EventStream(_events(answer), gone)
             try:
-                return JSONResponse(answer.whole(await _unless_gone(request.receive, answer.request.all())))
+                return JSONResponse(await _unless_gone(request.receive, answer.whole()))
             finally:
                 gone()
 
@@ -113,16 +114,9 @@ def _add_texts(app: FastAPI, service: Service, bodies: Bodies) -> None:
     add("/v1/completions", CompletionRequest, service.complete)
     add("/v1/responses", ResponsesRequest, service.respond)
     add("/v1/messages", MessagesRequest, service.message)
-
-    def add_counts(path: str, model: type[Any], make: Callable[[Any], Awaitable[Json]]) -> None:
-        @app.post(path)
-        async def endpoint(request: Request) -> Response:
-            async with bodies.read(request, model) as asked:
-                return JSONResponse(await make(asked))
-
-    add_counts("/v1/messages/count_tokens", CountRequest, service.count)
-    add_counts("/tokenize", TokenizeRequest, service.tokenize)
-    add_counts("/detokenize", DetokenizeRequest, service.detokenize)
+    add("/v1/messages/count_tokens", CountRequest, service.count)
+    add("/tokenize", TokenizeRequest, service.tokenize)
+    add("/detokenize", DetokenizeRequest, service.detokenize)
 
 
 async def _events(answer: Answer) -> AsyncIterator[bytes]:
@@ -233,20 +227,15 @@ def _error_response(error: ApiError, path: str) -> Response:
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Errors of the framework: unknown paths and methods."""
-    assert isinstance(error, HTTPException)
-    said = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "refused")
-    return _error_response(ApiError(error.status_code, said, code=code, headers=error.headers), request.url.path)
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    return _error_response(_as_told(error), request.url.path)
-
-
-async def _on_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+async def _on_error(request: Request, error: Exception) -> Response:
+    path = request.url.path
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # nobody reads it
+    if isinstance(error, HTTPException):  # the framework's: unknown paths and methods
+        said = f"{request.method} {path}: {str(error.detail).lower()}"
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "refused")
+        error = ApiError(error.status_code, said, code=code, headers=error.headers)
+    return _error_response(_as_told(error), path)
 
 
 def _as_told(error: Exception) -> ApiError:

@@ -61,5 +61,4 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         for field, name in names.items():
             if error.param is not None and f"{error.param}.".startswith(f"{field}."):
                 error.param, error.message = (text.replace(field, name, 1) for text in (error.param, error.message))
-                break
         raise

@@ -61,7 +61,7 @@ def _num_unaligned(config: dict[str, Any]) -> int:
 def room_for(options: ServeOptions, loaded: Handle) -> Room:
     """What may run at a time in the KV cache that the server got."""
     pages = loaded.division.context // PAGE_TOKENS - _PADDING_PAGES
-    return Room(_context(options, loaded.store), PAGE_TOKENS, pages, options.max_running, options.max_queue)
+    return Room(_context(options, loaded.store), pages, options.max_running, options.max_queue)
 
 
 def kept_pages(options: ServeOptions, model: Any, store: PackedStore, reason: str | None) -> KeptPages | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -113,7 +113,7 @@ class CountRequest(schema.Tuning):
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: schema.Wish | None = None
-    of_chat: ClassVar[dict[str, str]] = dict.fromkeys(schema.FORMAT, "output_config.format")
+    of_chat: ClassVar[dict[str, str]] = {"response_format": "output_config.format"}
     cannot: ClassVar[dict[str, str]] = schema.Tuning.cannot | {"mcp_servers": "this server calls no others"}
 
     def as_chat(self) -> Json:
@@ -135,7 +135,7 @@ class CountRequest(schema.Tuning):
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "reasoning_effort": "none" if thinking == "disabled" else wish.effort,
             "chat_template_kwargs": None if thinking in (None, "disabled") else thinks,
-            "response_format": wish.format and wish.format.as_chat(),
+            "response_format": wish.format,
         }
 
 
@@ -169,8 +169,8 @@ class MessagesAnswer(BlockAnswer):
     def last_chunks(self) -> list[Json]:
         return [{"type": "message_delta", "delta": self._stop(), "usage": self._usage()}, {"type": "message_stop"}]
 
-    def whole(self, deltas: Sequence[Delta]) -> Json:
-        for delta in deltas:
+    async def whole(self) -> Json:
+        async for delta in self.request:
             self.chunks(delta)
         return self._message | self._stop() | {"content": self.blocks, "usage": self._usage()}
 

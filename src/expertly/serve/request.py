@@ -147,13 +147,6 @@ class ServedRequest:
         """Written so far."""
         return sum(max(0, len(text.tokens) - len(text.sampling.script)) for text in self.texts)
 
-    @property
-    def is_done(self) -> bool:
-        return all(text.reason is not None for text in self.texts)
-
-    async def all(self) -> list[Delta]:
-        return [delta async for delta in self]
-
     async def __aiter__(self):  # type: ignore[no-untyped-def]
         """The deltas of all texts, as they come. Raises what ended the request."""
         while (delta := await self.deltas.get()) is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Discriminator, Field, Tag
+from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 
 from expertly.model.answers import AnswerPart
 from expertly.serve import schema
@@ -36,18 +36,16 @@ class InputResult(schema.Strict):
     output: schema.Result
 
 
-class InputThought(schema.Strict):
-    type: Literal["reasoning"]  # which the model is not told again
-
-
 def _kind(value: Any, default: str) -> str:
     return str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default))
 
 
 def _type_of(item: Any) -> str:
-    """The tag of an item: "item-" and its type, or "item-other" of what tools of other servers did."""
+    """The tag of an item: "item-" and its type, or "item-other" of what the model is not told again: what it thought,
+    and what tools of other servers did.
+    """
     kind = _kind(item, "message").replace("custom_tool_call", "function_call")
-    is_other = kind.endswith(("_call", "_output", "_tools")) and not kind.startswith("function_call")
+    is_other = kind.endswith(("_call", "_output", "_tools", "reasoning")) and not kind.startswith("function_call")
     return "item-other" if is_other else f"item-{kind}"
 
 
@@ -55,7 +53,6 @@ Item = Annotated[
     Annotated[InputMessage, Tag("item-message")]
     | Annotated[InputCall, Tag("item-function_call")]
     | Annotated[InputResult, Tag("item-function_call_output")]
-    | Annotated[InputThought, Tag("item-reasoning")]
     | Annotated[schema.AnyTool, Tag("item-other")],
     Discriminator(
         _type_of,
@@ -104,7 +101,7 @@ class ResponsesRequest(schema.Tuning):
     reasoning: schema.Wish | None = None
     text: schema.Wish | None = None
     chat_template_kwargs: schema.Variables | None = None
-    of_chat: ClassVar[dict[str, str]] = {"messages": "input"} | dict.fromkeys(schema.FORMAT, "text.format")
+    of_chat: ClassVar[dict[str, str]] = {"messages": "input", "response_format": "text.format"}
     """Fields of the chat request that it becomes, and their names in this one."""
     cannot: ClassVar[dict[str, str]] = schema.Tuning.cannot | {
         **dict.fromkeys(("response_format", "structured_outputs"), "use text.format"),
@@ -114,13 +111,21 @@ class ResponsesRequest(schema.Tuning):
         "prompt": "no prompts are stored; use input",
     }
 
+    @model_validator(mode="after")
+    def _functions_differ(self) -> ResponsesRequest:
+        callers: dict[str, Json] = {}
+        for tool, caller in self.functions():
+            if (other := callers.setdefault(tool.name, caller)) != caller:
+                sentence = f"{other} and {caller} have the same name for the model"
+                raise ValueError(f"tools: {sentence}, {tool.name!r}; accepted: names that differ")
+        return self
+
     def as_chat(self) -> dict[str, Any]:
         """The same request for the chat API."""
         choice: Any = self.tool_choice
         if isinstance(choice, schema.AnyTool):
             name = _joined(choice.namespace, choice.label)
             choice = {"type": "function", "function": {"name": name}}
-        wish = self.text.format if self.text else None
         shared = (*schema.Tuning.model_fields, "parallel_tool_calls", "chat_template_kwargs")
         return {
             **{name: getattr(self, name) for name in shared},
@@ -129,7 +134,7 @@ class ResponsesRequest(schema.Tuning):
             "tools": schema.functions(tool for tool, _ in self.functions()),
             "tool_choice": choice,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-            "response_format": wish and wish.as_chat(),
+            "response_format": self.text and self.text.format,
         }
 
     def functions(self) -> Iterator[tuple[schema.Function, Json]]:
@@ -186,8 +191,8 @@ class ResponsesAnswer(BlockAnswer):
         failed = self._object("failed") | {"error": {"code": "server_error", "message": error.message}}
         return self._event("failed", response=failed)
 
-    def whole(self, deltas: Sequence[Delta]) -> Json:
-        for delta in deltas:
+    async def whole(self) -> Json:
+        async for delta in self.request:
             self.chunks(delta)
         return self._object(self._status)
 

@@ -29,12 +29,11 @@ log = logging.getLogger("expertly.serve")
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What may run at a time: `max_running` texts, in `num_pages` pages of `page_tokens` of KV cache. `context`: the
+    """What may run at a time: `max_running` texts, in `num_pages` pages of KV cache. `context`: the
     longest text, prompt included, for which alone there are pages; `max_queue` requests may wait.
     """
 
     context: int
-    page_tokens: int
     num_pages: int
     max_running: int
     max_queue: int
@@ -52,7 +51,6 @@ class RequestMetrics:
         self._token = Histogram(name, text, buckets=_TOKEN_S, registry=registry)
         self._requests = Counter("expertly_requests", "By how they ended", ["outcome"], registry=registry)
         self._prompt = Counter("expertly_prompt_tokens", "Of requests that ended", registry=registry)
-        self._written = Counter("expertly_generated_tokens", "Written", registry=registry)
         self.num_written = 0
 
     def token(self, request: ServedRequest, now_s: float, last_s: float | None) -> None:
@@ -62,7 +60,6 @@ class RequestMetrics:
             self._first.observe(now_s - request.came_s)
         if last_s is not None:
             self._token.observe(now_s - last_s)
-        self._written.inc()
         self.num_written += 1
 
     def ended(self, request: ServedRequest, outcome: str) -> None:
@@ -88,7 +85,6 @@ class RequestScheduler:
         self.sampler = Sampler(self.told)
         self._stepper: Stepper | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._idle = asyncio.Event()
         self._problem: str | None = None
         self._is_closing = False
 
@@ -141,11 +137,10 @@ class RequestScheduler:
             self._end(request, "cancelled")
         self._next()
 
-    async def drained(self) -> None:
-        """Accept no more requests; returns when all accepted ones have ended."""
+    def drain(self) -> bool:
+        """Accept no more requests. Whether all accepted ones have ended."""
         self.is_draining = True
-        self._next()
-        await self._idle.wait()
+        return not self.waiting and not self.running
 
     def abort(self) -> None:
         """Fail all accepted requests."""
@@ -186,7 +181,7 @@ class RequestScheduler:
             request.deltas.put_nowait(delta)
             if delta.reason is not None:
                 self._release(text)
-                if request.is_done:
+                if all(each.reason is not None for each in request.texts):
                     request.deltas.put_nowait(None)
                     self.metrics.ended(request, delta.reason)
         self._next()
@@ -256,5 +251,3 @@ class RequestScheduler:
         """Admit waiting requests in order, as long as they fit."""
         while self.waiting and self._fits(self.waiting[0]):
             self._admit(self.waiting.popleft())
-        if self.is_draining and not self.waiting and not self.running:
-            self._idle.set()

@@ -36,7 +36,6 @@ FunctionLabel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128
 Variables = Annotated[dict[str, Any], Field(max_length=64)]
 """Of the chat template."""
 
-FormatType = Literal["text", "json_object", "json_schema"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -131,16 +130,19 @@ class NamedSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """`json_object` is any JSON object, or one that follows `schema`, as other servers have it."""
+    """`json_object` is any JSON object, or one that follows `schema`. The chat API has the schema in `json_schema`, the
+    other APIs have it and its name here.
+    """
 
-    type: FormatType
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
     json_schema: NamedSchema | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
     def _has_a_schema(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("json_schema: required for type json_schema")
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
+            raise ValueError("json_schema: required for type json_schema, or schema")
         return self
 
 
@@ -185,10 +187,8 @@ class Generation(Tuning):
             return Constraint(kind.rstrip("_"), value, "structured_outputs")
         if wish is None or wish.type == "text":
             return None
-        schema = {"type": "object"} if wish.schema_ is None else wish.schema_
-        if wish.type == "json_schema" and wish.json_schema is not None:
-            schema = wish.json_schema.schema_
-        return Constraint("json", schema, "response_format")
+        schema = (wish.json_schema or wish).schema_
+        return Constraint("json", {"type": "object"} if schema is None else schema, "response_format")
 
     @model_validator(mode="after")
     def _follows_one(self) -> Generation:
@@ -299,24 +299,11 @@ class Tool(Strict):
     function: Function
 
 
-FORMAT = ("response_format.json_schema", "response_format")  # where the chat API has a TextFormat
-
-
-class TextFormat(Strict):
-    type: FormatType
-    name: Name | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-
-    def as_chat(self) -> dict[str, Any]:
-        schema = self.model_dump(include={"name", "schema_"}, by_alias=True, exclude_none=True)
-        return {"type": self.type} | ({"json_schema": schema} if schema else {})
-
-
 class Wish(Strict):
     """How to answer: output_config of one API, reasoning and text of another."""
 
     effort: Effort | None = None
-    format: TextFormat | None = None
+    format: ResponseFormat | None = None
 
 
 def functions(tools: Iterable[object] | None) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ import logging
 import math
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -193,29 +192,29 @@ class ApiServer(uvicorn.Server):
         announce: Callable[[], None] = lambda: None,
         silent_s: float = SILENT_S,
     ) -> None:
-        quiet = {"lifespan": "off", "log_config": None, "access_log": False, "server_header": False}
-        ends_s = {"timeout_graceful_shutdown": int(_LAST_WORDS_S), "timeout_keep_alive": math.ceil(silent_s)}
-        patience: Any = {**ends_s, **quiet}
-        super().__init__(uvicorn.Config(assembled.app, http=Connection, ws="none", **patience))
+        quiet: Any = {"lifespan": "off", "log_config": None, "access_log": False, "server_header": False}
+        ends_s: Any = {"timeout_graceful_shutdown": int(_LAST_WORDS_S), "timeout_keep_alive": math.ceil(silent_s)}
+        super().__init__(uvicorn.Config(assembled.app, http=Connection, ws="none", **ends_s, **quiet))
         self._service = assembled.service
         self._make = assembled.make
         self._drain_s = drain_s
         self._announce = announce
         self._silent_s = silent_s
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_ending = threading.Event()
+        self._ends_s: float | None = None  # when it stops, whatever still runs
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
         self._service.scheduler.start(self._make)
         for listener in sockets or ():  # as connections inherit it, the next server gets the port at once
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
-        self._spawn(self._close_silent())
         self._announce()
-        if self._is_ending.is_set():  # a signal came before there was a loop to drain in
-            self.end()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop; uvicorn asks ten times a second."""
+        self._close_silent()
+        if self._ends_s is not None and not self.should_exit:
+            self._drain(self._ends_s)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         answering = self.server_state.tasks
@@ -223,13 +222,11 @@ class ApiServer(uvicorn.Server):
             self._service.scheduler.abort()
             await asyncio.wait(answering, timeout=_FORCED_LAST_WORDS_S)
         await super().shutdown(sockets)
-        for task in self._tasks:
-            task.cancel()
         await asyncio.to_thread(self._service.close)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Keeps listening, and answers 503, until all running requests have ended; uvicorn would stop at once."""
-        if self._is_ending.is_set():
+        if self._ends_s is not None:
             self.should_exit = self.force_exit = True
         else:
             log.info("%s: finishing what runs", signal.Signals(sig).name)
@@ -237,31 +234,22 @@ class ApiServer(uvicorn.Server):
 
     def end(self) -> None:
         """Drain, then stop. Any thread and signal handlers may call."""
-        self._is_ending.set()
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain()))
+        if self._ends_s is None:
+            self._ends_s = time.monotonic() + self._drain_s
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _close_silent(self) -> None:
+        before = time.monotonic() - self._silent_s
+        connections: Any = list(self.server_state.connections)
+        for connection in connections:
+            if connection.is_stalled(before):
+                connection.transport.abort()
+            elif connection.is_silent and connection.since <= before:
+                connection.transport.close()
 
-    async def _close_silent(self) -> None:
-        while True:
-            await asyncio.sleep(self._silent_s / 4)
-            before = time.monotonic() - self._silent_s
-            connections: Any = list(self.server_state.connections)
-            for connection in connections:
-                if connection.is_stalled(before):
-                    connection.transport.abort()
-                elif connection.is_silent and connection.since <= before:
-                    connection.transport.close()
-
-    async def _drain(self) -> None:
+    def _drain(self, ends_s: float) -> None:
         scheduler = self._service.scheduler
-        try:
-            await asyncio.wait_for(scheduler.drained(), self._drain_s)
-        except asyncio.TimeoutError:
+        is_done = scheduler.drain()
+        self.should_exit = is_done or time.monotonic() >= ends_s
+        if self.should_exit and not is_done:
             log.warning("%d requests did not end in time", len(scheduler.waiting) + len(scheduler.running))
             scheduler.abort()
-        self.should_exit = True

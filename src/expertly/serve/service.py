@@ -68,9 +68,6 @@ class Service:
         if asked.constraint is not None:
             sampling = replace(sampling, grammar=await self._grammars.of_answer(asked.constraint))
         scores_prompt = bool(asked.echo) and asked.logprobs is not None
-        ends = set(self._ends_of(asked))
-        if scores_prompt and any(token in ends for prompt in prompts for token in prompt[1:]):
-            raise invalid("prompt: holds a token that ends a text, behind which echo has no logprobs", "prompt")
         request = self._request(asked, prompts, limit, sampling, scores_prompt=scores_prompt)
         return CompletionAnswer(asked, self.prompts, request)
 
@@ -149,12 +146,6 @@ class Service:
         readers = {index: reader for index in texts if (reader := answers.reader(begun, tools, **how)) is not None}
         return self._request(asked, [prompt], limit, sampling, readers)
 
-    def _ends_of(self, asked: Generation, marks: Sequence[str] = ()) -> list[int]:
-        """The tokens that end its texts. A stop string that is a special token is no text, and found by its number."""
-        special = self.prompts.special_tokens
-        named = [special[stop] for stop in (*self._stops, *asked.stops, *marks) if stop in special]
-        return [*self._ends, *(asked.stop_token_ids or ()), *named]
-
     def _request(
         self,
         asked: Generation,
@@ -167,10 +158,15 @@ class Service:
         for name, tokens in (("logit_bias", list(sampling.bias)), ("stop_token_ids", asked.stop_token_ids)):
             if tokens:
                 self.prompts.check_tokens(tokens, name)
-        ends = self._ends_of(asked, () if readers is None else self.prompts.answers.calls.ends)
+        # a stop string that is a special token is no text, and found by its number
+        special, marks = self.prompts.special_tokens, () if readers is None else self.prompts.answers.calls.ends
+        named = [special[stop] for stop in (*self._stops, *asked.stops, *marks) if stop in special]
+        ends = [*self._ends, *(asked.stop_token_ids or ()), *named]
         request = ServedRequest(self.prompts.decoder(readers[0].marks if readers else ""), readers or {})
         for prompt in prompts:
             begun, script = (prompt[:1], tuple(prompt[1:])) if scores_prompt else (prompt, ())
+            if not set(ends).isdisjoint(script):
+                raise invalid("prompt: holds a token that ends a text, behind which echo has no logprobs", "prompt")
             for number in range(asked.n or 1):
                 # the first text has the request's seed, the others seeds derived from it
                 seed = None if sampling.seed is None else (sampling.seed + number * 0x9E3779B97F4A7C15) % 2**64

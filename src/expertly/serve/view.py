@@ -47,6 +47,7 @@ class View(Collector):
         yield _gauge("kv_pages", "Pages of the KV cache", {(): scheduler.room.num_pages})
         text = "Times that a text gave its pages to older ones, and began again"
         yield _counter("preemptions", text, {(): scheduler.num_preempted})
+        yield _counter("generated_tokens", "Written", {(): scheduler.metrics.num_written})
         yield _counter("failed_steps", "Forward passes that raised", {(): scheduler.num_failed_steps})
         for key, text in _OF_PHASES.items():
             yield _counter(key, text, {(phase,): counts[key] for phase, counts in phases.items()}, "phase")
@@ -84,7 +85,6 @@ class View(Collector):
             "max_queue": scheduler.room.max_queue,
             "kv_pages": scheduler.room.num_pages,
             "kv_pages_free": scheduler.free_pages,
-            "preemptions": scheduler.num_preempted,
             "tokens_written": scheduler.metrics.num_written,
             **_summed(*stats["phases"].values()),
             "prefetch_accuracy": needed / ahead if ahead else None,
