@@ -577,6 +577,7 @@ CASES: dict[str, Case] = {
         "glm4_moe",
         {"use_qk_norm": True},
         lambda config: _partial(0.5)(config) | {"rope.scaling.type": "none", "expert_shared_feed_forward_length": 32},
+        {f"{part}_proj.weight": f"attn_{part}.weight" for part in "qkv"},  # which are joined
     ),
     "mimo": Case(
         "mimo2",

@@ -140,7 +140,10 @@ def _instead(name: str, *shape: int) -> dict[str, Any]:
 
 
 TENSORS: dict[str, tuple[dict[str, Any], str]] = {
-    "frequencies of the rope": ({"more": {"rope_freqs.weight": (8,)}}, "'rope_freqs.weight': is of no part"),
+    "frequencies of the rope": (
+        {"more": {"rope_freqs.weight": (8,)}},
+        "rope_freqs.weight: F32 [8]: not what such a model has",
+    ),
     "a router's bias": ({"more": {"blk.1.exp_probs_b.bias": (8,)}}, "'blk.1.exp_probs_b.bias': is of no part"),
     "a table of one dimension": (_instead("token_embd.weight", 128 * 64), "no tensor token_embd.weight of two"),
     "a router that is turned": (

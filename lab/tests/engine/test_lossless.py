@@ -18,12 +18,11 @@ def test_no_system_changes_a_token(number: int, system: str, cases: Cases) -> No
     assert_lossless(number, system, cases)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "over slots"])
 @pytest.mark.parametrize(("system", "segments"), [("adapmoe", 4), ("pre-gated", 1)])
 def test_no_system_changes_a_token_on_an_accelerator(
-    system: str, segments: int, kernels: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
+    system: str, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_lossless_on_accelerator(system, segments, kernels, cases, monkeypatch)
+    assert_lossless_on_accelerator(system, segments, cases, monkeypatch)
 
 
 def test_what_is_kept_nowhere_is_prefetched(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -610,6 +610,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         keys=_BY_SIGMOID | {"expert_shared_feed_forward_length": _COUNT},
         has_partial_rope=True,
         joined=True,
+        named_as="dots1",  # which has names for the parts of what is joined
     ),
     "mimo2": Architecture(
         "mimo_v2_flash",
