@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,21 @@ def test_an_added_token_is_behind_the_ranks(folder: Path, number: str) -> None:
     path.write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match=rf"added_tokens_decoder\['{number}'\]"):
         load_tokenizer(folder)
+
+
+def test_thousands_of_reserved_tokens_are_read_at_once(folder: Path) -> None:
+    """Each by itself took 16 s for 4 000, and hours for as many as there may be."""
+    ranks = [bytes([first]) for first in range(256)] + [bytes([1 + i // 256, i % 256]) for i in range(4000)]
+    (folder / "tiktoken.model").write_bytes(
+        b"".join(base64.b64encode(raw) + b" %d\n" % number for number, raw in enumerate(ranks))
+    )
+    path, last = folder / "tokenizer_config.json", 2 * len(ranks) - 1
+    settings: dict[str, Any] = json.loads(path.read_text())
+    settings["added_tokens_decoder"] = {str(last): {"content": "<|last|>", "special": True}}
+    path.write_text(json.dumps({name: settings[name] for name in ("auto_map", "added_tokens_decoder")}))
+    began_s = time.process_time()
+    assert load_tokenizer(folder)("<|last|>")["input_ids"] == [last]
+    assert time.process_time() - began_s < 5
 
 
 def test_two_added_tokens_of_one_text_are_refused(folder: Path) -> None:

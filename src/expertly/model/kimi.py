@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ def kimi_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             raise CheckpointError(f"{path}: {said}: must be a token behind {len(ranks)}")
         added[int(number)] = AddedToken(content, special=token.get("special", True) is True, normalized=False)
     made = _Converter(folder / _RANKS, _pattern(folder / KIMI_CODE), ranks).converted()
-    for number in range(len(ranks), max(added, default=-1) + 1):
-        token = added.get(number) or AddedToken(f"<|reserved_token_{number}|>", special=True, normalized=False)
-        made.add_tokens([token])
+    numbers = range(len(ranks), max(added, default=-1) + 1)
+    reserved = partial(AddedToken, special=True, normalized=False)
+    tokens = [added.get(number) or reserved(f"<|reserved_token_{number}|>") for number in numbers]
+    made.add_tokens(tokens)  # at once: each call makes a table of all anew
+    for number, token in zip(numbers, tokens, strict=True):
         if made.token_to_id(token.content) != number:
             raise CheckpointError(
                 f"{path}: added_tokens_decoder[{number}]: {token.content!r:.80} is also another token"
