@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiktoken
 
 from expertly.core.errors import CheckpointError
 from expertly.model.loading import load_tokenizer
@@ -71,7 +72,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_it_is_tiktoken_with_the_published_pattern(folder: Path) -> None:
-    tiktoken = pytest.importorskip("tiktoken")
     ranks = make_ranks()
     tokens = {text: len(ranks) + place for text, place in SPECIAL.items()}
     encoding = tiktoken.Encoding("kimi", pat_str="|".join(PARTS), mergeable_ranks=ranks, special_tokens=tokens)
