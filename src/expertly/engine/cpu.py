@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -33,18 +32,12 @@ class CpuDevice:
         self._readers = readers = Readers(store.layer_file, geometry, self._pool.slot_bytes)
         self.submit, self.prefetch, self.cancel = readers.submit, readers.prefetch, readers.cancel
         self.poll, self.drain, self.stats = readers.poll, readers.drain, readers.stats
-        self.waits: list[tuple[Any, Any]] = []
+        self.wait, self.waits = readers.wait, readers.waits
         self.stamp = time.perf_counter_ns
         self.to_host = torch.Tensor.detach  # they are in host memory
 
     def begin(self) -> None:
         """A CPU can always run a pass."""
-
-    def wait(self) -> Span:
-        begin = time.perf_counter_ns()
-        span = self._readers.wait()
-        self.waits.append((begin, time.perf_counter_ns()))
-        return span
 
     def between_ns(self, begin: int, end: int) -> int:
         return end - begin

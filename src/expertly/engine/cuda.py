@@ -192,7 +192,7 @@ class CudaDevice:
 
     def close(self) -> None:
         self._rows = []
-        self.waits = []
+        self.waits.clear()
         self.streams.close()
         self.tier.close()
 

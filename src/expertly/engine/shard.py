@@ -179,14 +179,14 @@ class Shard:
         Raises TransferError or OSError when bytes could not be brought; call `abandon` then.
         """
         device, router = self.device, work.router
-        device.waits = []
+        device.waits.clear()
         layer = self._layers[router.layer]
         call = LayerCall(layer, work, hidden, early)
         compute = _using(device, call.compute) if device.queues_uses else call.compute
         if early is not None:
             compute = self._without(early, router.experts, compute)
         run_layer(self.scheduler, device, router, compute, self.prefetcher, routed, together=call.takes_several)
-        return call.outputs if layer.norm is None else layer.norm(call.outputs), device.waits
+        return call.outputs if layer.norm is None else layer.norm(call.outputs), device.waits[:]
 
     def _without(
         self, early: Early, experts: Sequence[int], compute: Callable[[Sequence[Span]], None]

@@ -9,6 +9,7 @@ import ctypes
 import os
 import struct
 import threading
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -72,6 +73,7 @@ class Readers:
         self._files = [layer_file(layer) for layer in range(geometry.num_layers)]
         self._tag = 0  # the last
         self._spans: dict[int, Span] = {}  # in flight, by tag
+        self.waits: list[tuple[int, int]] = []  # begin and end of each call of `wait`, emptied by whoever reads it
         self._teller: threading.Thread | None = None
         self._process = os.getpid()  # a forked child has none of the threads, of which one may hold the lock
         self._result = bytearray(_RESULT.size)
@@ -145,8 +147,10 @@ class Readers:
     def wait(self) -> Span:
         """The next span to arrive. Raises as `poll`. Something must be in flight."""
         assert self._spans, "waiting for nothing would never end"
+        begin = time.perf_counter_ns()
         while (span := self.poll(_WAIT_NS)) is None:
             pass
+        self.waits.append((begin, time.perf_counter_ns()))
         return span
 
     def drain(self) -> None:

@@ -27,8 +27,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from expertly.model.closed import ARITHMETIC, does_only, stand_in, takes_one, undecorated
-from expertly.model.hooks import CACHE, AsTried, look_alike, original_of, places
-from expertly.model.kv_codes import decoded, factors_of
+from expertly.model.hooks import CACHE, AsTried, factors_of, look_alike, original_of, places
+from expertly.model.kv_codes import decoded
 from expertly.model.tiled import TiledLayer
 from expertly.native.kernels import NORM_STYLES, STEP_NBYTES, Kernels, Projections, are_plain
 

@@ -407,7 +407,7 @@ def places(cache: Any, layer: int, new: torch.Tensor, num_heads: int, head_width
     kept = cache.layers[layer]
     if not isinstance(kept, RoomyLayer) or kept.keys is None or kept.values is None:
         return None
-    dtype, factors = new.dtype, vars(kept).get("_expertly_factors")  # see kv_codes.py
+    dtype, factors = new.dtype, vars(kept).get("_expertly_factors")
     if factors is not None:
         if factors.shape != (num_heads, head_width):
             return None
@@ -426,6 +426,14 @@ def places(cache: Any, layer: int, new: torch.Tensor, num_heads: int, head_width
     for room, view in zip(kept._expertly_rooms, views, strict=True):
         room.handed_out = view
     return views
+
+
+def factors_of(cache: Any, layer: int) -> torch.Tensor | None:
+    """Of a layer's keys in a cache of either kind, in which they are codes (kv_codes.py); None: numbers."""
+    allocator = getattr(cache, "layer_to_allocator", {}).get(layer)
+    if allocator is not None:
+        return vars(allocator).get("_expertly_factors", {}).get(layer)  # type: ignore[no-any-return]
+    return getattr(cache.layers[layer], "_expertly_factors", None)
 
 
 # -- the rows of a pass ------------------------------------------------------------------------------------------------

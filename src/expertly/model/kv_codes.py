@@ -249,14 +249,6 @@ def _coded_pages(factors: KeyFactors, *, config: Any, dtype: torch.dtype, **more
     return cache
 
 
-def factors_of(cache: Any, layer: int) -> torch.Tensor | None:
-    """Of a layer's keys in a cache of either kind, whose keys and values are codes; None: they are numbers."""
-    allocator = getattr(cache, "layer_to_allocator", {}).get(layer)
-    if allocator is not None:
-        return vars(allocator).get("_expertly_factors", {}).get(layer)  # type: ignore[no-any-return]
-    return getattr(cache.layers[layer], "_expertly_factors", None)
-
-
 def digest_of(model: Any) -> str:
     """What makes the pages of a model's cache others; "" where they hold numbers."""
     factors: KeyFactors | None = getattr(model, "_expertly_kv_codes", None)

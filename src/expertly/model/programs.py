@@ -23,8 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model.dense import IDLE, is_native, is_native_mask, paged
 from expertly.model.graphs import LayerGraphs, use_graphs
-from expertly.model.hooks import CACHE, Runtime, places, watchers
-from expertly.model.kv_codes import factors_of
+from expertly.model.hooks import CACHE, Runtime, factors_of, places, watchers
 from expertly.native.kernels import STEPS, ChosenExperts, Kernels, UnsureError, double_bits, point_at, put_into
 
 _aten = torch.ops.aten

@@ -277,6 +277,7 @@ class Tables:
             self._readers.submit(spans)
             while self._readers.num_in_flight:
                 self._readers.wait()
+            self._readers.waits.clear()
         except BaseException as error:  # also an interrupt: nothing writes into the buffer when it is used again
             self._readers.drain()
             if is_again or not isinstance(error, TransferError) or not self._is_same_again():
