@@ -102,13 +102,6 @@ def test_a_model_whose_weights_hold_nan_is_not_served(tmp_path: Path) -> None:
         open_server(ServeOptions(model=str(folder), memory="50%", device="cpu"))
 
 
-def written(reference: Any, tokenizer: Any, text: str, max_tokens: int) -> str:
-    """By a decoder, which does not repeat its prompt."""
-    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
-    output = reference.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
-    return str(tokenizer.decode(output[0, 1:], skip_special_tokens=True))
-
-
 def test_trying_leaves_nothing_behind(demo: tuple[Any, Any]) -> None:
     before = {thread.name for thread in threading.enumerate()}
     assert why_not_together(demo[0], 32) is None

@@ -8,7 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +20,10 @@ import pytest
 
 import expertly
 from expertly.model.batching import Batch
-from expertly.serve.server import bind
+from expertly.serve.memory import PAGE_TOKENS
+from expertly.serve.server import bind, open_server
+from expertly.serve.settings import ServeOptions
+from tests.families import FAMILIES, make_checkpoint
 from tests.serve.conftest import Serving, assembled_for, greedy, greedy_end, room_for, running, served
 
 WORDS = ("sea", "king", "code", "winter", "river", "doctor", "ship", "garden", "letter", "number")
@@ -66,15 +72,24 @@ def test_a_cache_of_one_context_serves_many_that_may_each_fill_it(demo: tuple[An
         assert serving.scheduler.num_preempted > 2 and serving.scheduler.num_failed_steps == 0
 
 
-def test_chats_without_max_tokens_run_together(demo: tuple[Any, Any]) -> None:
-    """The context is a limit of each, not a part of the cache that it takes."""
-    room = room_for(context=1024, max_running=4, num_pages=33)
-    with served(*demo, room) as serving, ThreadPoolExecutor() as pool:
-        running = serving.scheduler.running
-        asked = [pool.submit(serving.chat, f"{word}?", max_tokens=None) for word in WORDS[:2]]
-        several = pool.submit(serving.chat, "The sea?", max_tokens=None, n=2)
-        wait_for(lambda: len(running) == 4 and all(text.tokens for text in [*running.values()]))
-        assert len(several.result(60).choices) == 2 and all(answer.result(60) for answer in asked)
+def test_four_chats_of_a_large_context_run_in_a_cache_of_one(tmp_path: Path) -> None:
+    """`--context` is a limit of each, not a part of the cache that it takes: without `max_tokens`, too."""
+    family = FAMILIES["qwen3_moe"]
+    family = replace(family, config=family.config | {"max_position_embeddings": 40960})
+    folder = make_checkpoint(family, tmp_path / "model", tokenizer=True)
+    assembled = open_server(ServeOptions(model=str(folder), name="demo", memory="50%", context=32768))
+    prompts = [f"{word} " * 200 for word in WORDS[:3]]
+    with closing(assembled.service), running(assembled) as serving, ExitStack() as streams:
+        room, writing = serving.scheduler.room, serving.scheduler.running
+        assert room.num_pages * PAGE_TOKENS < 1.01 * room.context
+        alone = [serving.chat(prompt, NUM_TOKENS).choices[0].message.content for prompt in prompts]
+        for num_answers, prompt in zip((1, 1, 2), prompts, strict=True):
+            streams.enter_context(serving.chat(prompt, max_tokens=None, n=num_answers, stream=True))
+        wait_for(lambda: len(writing) == 4 and all(len(text.tokens) >= NUM_TOKENS for text in [*writing.values()]))
+        decode = assembled.service.prompts.tokenizer.decode
+        together = [decode(text.tokens[:NUM_TOKENS], skip_special_tokens=True) for text in [*writing.values()]]
+        assert sorted(together) == sorted([*alone, alone[2]])
+    expertly.unload(assembled.model)
 
 
 def test_who_goes_frees_its_place(demo: tuple[Any, Any]) -> None:
