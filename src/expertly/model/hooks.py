@@ -241,6 +241,7 @@ class _Passes:
     is_running: bool = False  # a pass runs that the runtime knows of
     check: Callable[[int, int], None] | None = None  # see `check_passes`
     give_room: Callable[[Any], None] = field(default_factory=lambda: give_room)  # see `keep_rows`
+    around: Callable[[Any, Any], contextlib.AbstractContextManager[None]] | None = None  # see `around_passes`
 
 
 def attach(model: PreTrainedModel, sites: Sequence[str], runtime: Runtime) -> None:
@@ -273,6 +274,11 @@ def check_passes(model: nn.Module, check: Callable[[int, int], None]) -> None:
 def keep_rows(model: nn.Module, give_room: Callable[[Any], None]) -> None:
     """Call this with the KV cache of each forward pass of a loaded model, instead of `give_room`."""
     _passes_of(model).give_room = give_room
+
+
+def around_passes(model: nn.Module, around: Callable[[Any, Any], contextlib.AbstractContextManager[None]]) -> None:
+    """Run each forward pass of a loaded model within `around(token ids [B, S] or None, KV cache)`."""
+    _passes_of(model).around = around
 
 
 @contextlib.contextmanager
@@ -321,7 +327,10 @@ def _announcing(original: Any) -> Any:
             passes.runtime.begin_iteration(info)
             passes.is_running, is_ok = True, False
             try:
-                result = original.forward(self, *args, **kwargs)
+                with (
+                    contextlib.nullcontext() if passes.around is None else passes.around(inputs.get("input_ids"), cache)
+                ):
+                    result = original.forward(self, *args, **kwargs)
                 passes.runtime.check_output(result[0])
                 is_ok = True
                 return result

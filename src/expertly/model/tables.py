@@ -7,11 +7,12 @@ large vocabulary. A module keeps its class and its forward; in place of a weight
 from __future__ import annotations
 
 import contextlib
+import inspect
 import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from expertly.core.messages import Span
 from expertly.formats import FORMATS
 from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat
 from expertly.model.conversion import Conversion
+from expertly.model.hooks import CACHE, original_of
 from expertly.model.structure import build_meta_model
 from expertly.model.tiled import can_be_tiled
 from expertly.store.manifest import IS_FLOAT
@@ -40,7 +42,10 @@ TABLE_NBYTES = 256 << 20
 """A table of more is read by row."""
 
 _IN_FLIGHT_NBYTES = 4 << 20
-"""Of reads that are under way at a time."""
+"""Of a look-up's reads that are under way at a time; as much again of those for look-ups to come."""
+
+_NEAR_PAGES = 1
+"""Rows with no more between them are one read."""
 
 _PAGE = Geometry((LayerGeometry(1, 1, PAGE_NBYTES // 2, 1, 2, 1),))
 """To readers the file is one layer, whose "experts" are its pages."""
@@ -185,6 +190,16 @@ def leave_in_store(model: nn.Module, paths: Sequence[str]) -> None:
         module.weight = StoredWeight.like(weight)
 
 
+class _Unchanged:
+    """A KV cache whose state whoever has this reads, and does not write."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *args, **kwargs: None) if name.startswith("update") else getattr(self._cache, name)
+
+
 class Tables:
     """The tables of one loaded model. Threads may look something up at the same time: their reads take turns."""
 
@@ -194,11 +209,17 @@ class Tables:
         """
         self._tables, self._path, self._new_readers, self._check = tables, folder / DENSE_NAME, readers, check
         self._unit_nbytes = [table.nbytes // table.num_units for table in tables]
-        self._pages = [nbytes // PAGE_NBYTES + 2 for nbytes in self._unit_nbytes]  # of a unit, at most
-        self._buffer = memoryview(mmap.mmap(-1, max(_IN_FLIGHT_NBYTES, max(self._pages) * PAGE_NBYTES)))
+        # Pages of a unit, at most, and between it and the one before:
+        self._pages = [nbytes // PAGE_NBYTES + 2 + _NEAR_PAGES for nbytes in self._unit_nbytes]
+        self._num_slots = max(_IN_FLIGHT_NBYTES // PAGE_NBYTES, *self._pages)
+        self._buffer = memoryview(mmap.mmap(-1, 2 * self._num_slots * PAGE_NBYTES))
         self._bytes = np.frombuffer(self._buffer, np.uint8)
         self._kept, self._kept_nbytes = OrderedDict[tuple[int, int], Any](), 0
         self._cache_nbytes = cache_nbytes
+        self._hashing: list[Any] = []  # modules that look up what token ids and the KV cache say
+        self._asking: int | None = None  # the thread in which these are asked before their turn
+        self._ahead: dict[tuple[int, int], tuple[Span, int]] = {}  # units that they will look up, and where they are
+        self._in_flight = set[Span]()
         self._lock, self._process, self._is_closed = threading.Lock(), os.getpid(), False
         self._open()
 
@@ -213,6 +234,7 @@ class Tables:
             return
         with self._lock:
             self._is_closed = True
+            self._forget()
             self._readers.close()
 
     def bind(self, model: nn.Module, device: torch.device) -> None:
@@ -221,6 +243,27 @@ class Tables:
             module: Any = model.get_submodule(table.path)
             module.weight = weight = StoredWeight.like(module.weight, device)
             weight._look_up = partial(self.look_up, number, weight.dtype)
+            holder = model.get_submodule(table.path.rpartition(".")[0])
+            if [*inspect.signature(type(holder).forward).parameters][1:] == ["input_ids", CACHE]:
+                self._hashing.append(holder)
+
+    @contextlib.contextmanager
+    def reading_ahead(self, token_ids: torch.Tensor | None, cache: Any) -> Iterator[None]:
+        """While a pass over tokens [B, S] runs in the block, rows of n-grams are read from its begin, beside the layers
+        before those that look them up; afterwards nothing is in flight.
+        """
+        try:
+            if token_ids is not None:
+                self._asking = threading.get_ident()
+                for module in self._hashing:
+                    original_of(type(module)).forward(module, token_ids, None if cache is None else _Unchanged(cache))
+            self._asking = None
+            yield
+        finally:
+            self._asking = None
+            if os.getpid() == self._process:
+                with self._lock:
+                    self._forget()
 
     def look_up(self, number: int, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
         """Rows [..., columns] of a table for `ids` [...], on their device. Raises IndexError as torch, TransferError
@@ -238,9 +281,13 @@ class Tables:
             return ids.new_empty(*ids.shape, table.num_columns, dtype=dtype)
         if int(units[0]) < 0 or int(units[-1]) >= table.num_units:
             raise IndexError("index out of range in self")  # torch's words
+        if self._asking == threading.get_ident():
+            with self._lock:
+                self._read_ahead(number, units.tolist())
+            return ids.new_empty(*ids.shape, table.num_columns, dtype=dtype)
         rows, first = places * per + host % per, 0
         out = torch.empty(len(host), table.num_columns, dtype=dtype)
-        for some in units.split(len(self._buffer) // PAGE_NBYTES // self._pages[number]):
+        for some in units.split(self._num_slots // self._pages[number]):
             with self._lock:
                 read = self._read(number, some.tolist())
             is_in = (rows >= first) & (rows < first + per * len(some))
@@ -248,41 +295,76 @@ class Tables:
             first += per * len(some)
         return out.view(*ids.shape, table.num_columns).to(ids.device)
 
+    def _read_ahead(self, number: int, units: list[int]) -> None:
+        """Begin to read as many of them as there is room for."""
+        first = max((span.slot + span.num_segments for span, _ in self._ahead.values()), default=self._num_slots)
+        room = (2 * self._num_slots - first) // self._pages[number]
+        absent = [unit for unit in units if (number, unit) not in self._kept][:room]
+        places = self._places(number, absent, first)
+        self._ahead.update({(number, unit): place for unit, place in places.items()})
+        self._begin({span for span, _ in places.values()})
+
     def _read(self, number: int, units: list[int]) -> np.ndarray[Any, Any]:
-        """Bytes [units, nbytes]: kept ones, and the rest in one batch of reads."""
-        if self._is_closed:
-            raise EngineClosedError("this model was unloaded; call expertly.load again")
+        """Bytes [units, nbytes]: kept ones, those that are read ahead, and the rest in one batch of reads."""
         nbytes = self._unit_nbytes[number]
-        made, absent = np.empty((len(units), nbytes), np.uint8), list[int]()
-        for place, unit in enumerate(units):
+        made, absent = np.empty((len(units), nbytes), np.uint8), dict[int, int]()
+        for row, unit in enumerate(units):
             if (kept := self._kept.get((number, unit))) is None:
-                absent.append(place)
+                absent[unit] = row
             else:
-                made[place] = kept
+                made[row] = kept
                 self._kept.move_to_end((number, unit))
-        begins = self._tables[number].begins([units[place] for place in absent])
-        pages = [(begin // PAGE_NBYTES, -(-(begin + nbytes) // PAGE_NBYTES)) for begin in begins]
-        step = self._pages[number]
-        self._bring([Span(0, page, 0, end - page, at * step) for at, (page, end) in enumerate(pages)])
-        for at, (place, begin) in enumerate(zip(absent, begins, strict=True)):
-            offset = at * step * PAGE_NBYTES + begin % PAGE_NBYTES
-            made[place] = self._bytes[offset : offset + nbytes]
-            self._keep((number, units[place]), made[place])
+        ahead = {unit: self._ahead[number, unit] for unit in absent if (number, unit) in self._ahead}
+        places = self._places(number, [unit for unit in absent if unit not in ahead], 0)
+        new = {span for span, _ in places.values()}
+        self._bring(new, new | {span for span, _ in ahead.values()})
+        for unit, (_, offset) in (places | ahead).items():
+            made[absent[unit]] = self._bytes[offset : offset + nbytes]
+            self._keep((number, unit), made[absent[unit]])
         return made
 
-    def _bring(self, spans: list[Span], *, is_again: bool = False) -> None:
+    def _places(self, number: int, units: list[int], slot: int) -> dict[int, tuple[Span, int]]:
+        """Of each unit, what is read into the buffer from a slot on, and at which byte of the buffer it begins."""
+        spans, places = list[Span](), list[tuple[int, int]]()
+        begins = self._tables[number].begins(units)
+        for begin in begins:
+            first, end = begin // PAGE_NBYTES, -(-(begin + self._unit_nbytes[number]) // PAGE_NBYTES)
+            last = spans[-1] if spans else None
+            if last is not None and 0 <= first - last.expert <= last.num_segments + _NEAR_PAGES:
+                spans[-1] = last._replace(num_segments=end - last.expert)
+            else:
+                spans.append(Span(0, first, 0, end - first, slot))
+            slot = spans[-1].slot + spans[-1].num_segments
+            places.append((len(spans) - 1, (slot - end) * PAGE_NBYTES + begin))
+        return {unit: (spans[at], offset) for unit, (at, offset) in zip(units, places, strict=True)}
+
+    def _begin(self, spans: set[Span]) -> None:
+        if self._is_closed:
+            raise EngineClosedError("this model was unloaded; call expertly.load again")
+        if self._readers.num_in_flight > len(self._in_flight):  # of what was interrupted twice
+            self._readers.drain()
+        self._in_flight |= spans
+        self._readers.submit(sorted(spans))
+
+    def _bring(self, new: set[Span], spans: set[Span], *, is_again: bool = False) -> None:
+        """Read what is new, and wait for all of `spans`."""
         try:
-            if self._readers.num_in_flight:  # of a look-up that was interrupted twice
-                self._readers.drain()
-            self._readers.submit(spans)
-            while self._readers.num_in_flight:
-                self._readers.wait()
+            self._begin(new)
+            while not self._in_flight.isdisjoint(spans):
+                self._in_flight.discard(self._readers.wait())
             self._readers.waits.clear()
         except BaseException as error:  # also an interrupt: nothing writes into the buffer when it is used again
-            self._readers.drain()
+            self._forget()
             if is_again or not isinstance(error, TransferError) or not self._is_same_again():
                 raise
-            self._bring(spans, is_again=True)
+            self._bring(spans, spans, is_again=True)
+
+    def _forget(self) -> None:
+        """What is read ahead."""
+        self._ahead.clear()
+        if self._in_flight:
+            self._in_flight.clear()
+            self._readers.drain()
 
     def _is_same_again(self) -> bool:
         """Whether the file changed outside, as by a copy of itself, and still has the bytes that it should have."""
