@@ -163,7 +163,8 @@ def make_gguf(
         add(f"{blk}.ffn_up_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner, std)
         add(f"{blk}.ffn_down_exps.weight", (NUM_EXPERTS, hidden, intermediate), of_down, std)
     for name, shape in (more or {}).items():
-        writer.add_tensor(name, (dice.standard_normal(shape) * 0.15).astype(np.float32))
+        numbers = dice.uniform(0.5, 1.5, shape) if name.endswith("scale") else dice.standard_normal(shape) * 0.15
+        writer.add_tensor(name, numbers.astype(np.float32))
     set_metadata(writer, architecture, {**usual, **(metadata or {})})
     write_file(writer)
     return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))

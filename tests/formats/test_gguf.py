@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, modeling_gguf_pytorch_utils
 
 import expertly
 from expertly.core.errors import CheckpointError, StoreError
-from expertly.formats.gguf import OF_GGUF_TYPE
+from expertly.formats.gguf import OF_GGUF_TYPE, SCALED_NVFP4
 from expertly.formats.matrix import Matrix
 from expertly.model import gguf as model_gguf
 from expertly.model import packing
@@ -26,7 +26,7 @@ from expertly.model.needs import needs_of
 from expertly.model.packing import pack, pack_cached
 from expertly.native.kernels import VARIABLE, Kernels, libraries
 from tests.engine.observe import loaded
-from tests.families import VOCAB_SIZE, generate, make_prompts
+from tests.families import NUM_EXPERTS, VOCAB_SIZE, generate, make_prompts
 from tests.formats.gguf_files import SCALES, WORDS, load_gguf, make_gguf, set_scales
 from tests.formats.references import assert_computes, assert_is_the_same
 from tests.model.checkpoints import refused
@@ -85,7 +85,7 @@ EXTREMES = (65504, -65504, 2**-24, -(2**-24), 0, -0.0, 2**-14, 1023 * 2**-24)
 """The largest float16 numbers, the smallest, and the smallest normal one."""
 
 
-@pytest.mark.parametrize("kind", OF_GGUF_TYPE)
+@pytest.mark.parametrize("kind", [kind for kind in OF_GGUF_TYPE if kind != SCALED_NVFP4])
 def test_every_type_decodes_to_the_packages_numbers(kind: str) -> None:
     """To the bit, by each instruction set: random blocks, all bits 0 or 1, extreme scales."""
     form, dice, ggml = OF_GGUF_TYPE[kind], np.random.default_rng(3), gguf.GGMLQuantizationType[kind]
@@ -112,6 +112,42 @@ def test_every_type_decodes_to_the_packages_numbers(kind: str) -> None:
             set_scales(spoilt[7:8, 3], kind, place, np.array([[number]]))
             with pytest.raises(CheckpointError, match=f"a scale that is no finite number, in a block of {kind}"):
                 form.parts_of(Matrix(torch.from_numpy(spoilt.reshape(rows, -1)), tensor))
+
+
+NAMES = {"attn_q": "self_attn.q_proj.weight", "ffn_down_exps": "mlp.experts.down_proj"}
+NAMES |= dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.gate_up_proj")
+
+
+@pytest.mark.parametrize(("intermediate", "form"), [(256, "nvfp4+nvfp4_global+nvfp4_global"), (192, "")])
+def test_scales_of_nvfp4_in_tensors_of_their_own(intermediate: int, form: str, tmp_path: Path) -> None:
+    """As llama.cpp's converter writes them, one for each expert; not where all are 1, as of gate in the first layer."""
+    names = [f"blk.{layer}.{name}" for layer in range(3) for name in NAMES]
+    names.remove("blk.0.ffn_gate_exps")
+    more = {f"{name}.scale": (NUM_EXPERTS if "exps" in name else 1,) for name in names}
+    more |= {f"{name}.input_scale": (1,) for name in names}
+    others: dict[str, str | None] = {f"blk.{layer}.attn_q.weight": "NVFP4" for layer in range(3)}
+    sizes = {"hidden": 128, "intermediate": intermediate}
+    path = make_gguf(tmp_path / "model.gguf", "NVFP4", others=others, more=more, **sizes)
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+    reference = load_gguf(path)
+    for name in names:
+        _, layer, matrix = name.split(".")
+        weight = reference.get_parameter(f"model.layers.{layer}.{NAMES[matrix]}").data
+        half = {"ffn_gate_exps": slice(intermediate), "ffn_up_exps": slice(intermediate, None)}.get(matrix, slice(None))
+        scales = torch.tensor(tensors[f"{name}.scale"]).view(-1, *(1,) * (weight.dim() - 1))
+        (weight[:, half] if weight.dim() > 2 else weight).mul_(scales)
+    store = pack(path, tmp_path / "store")
+    assert [layer.format for layer in store.manifest.layers] == [form, *[form and "nvfp4_global"] * 2]
+    assert store.manifest.dense_formats["model.layers.1.self_attn.q_proj"] == "nvfp4_global"
+    assert_computes(store.folder, reference, [("lru", "25%", 1), ("expertly", "100%", 1)])
+    changed = {**more, "blk.1.ffn_up_exps.scale": (NUM_EXPERTS - 1,)}
+    spoilt = make_gguf(tmp_path / "spoilt.gguf", "NVFP4", others=others, more=changed, **sizes)
+    refused(spoilt, CheckpointError, r"'blk\.1\.ffn_up_exps\.scale': \[7\]: must be one for each matrix")
+    refused(
+        make_gguf(tmp_path / "q8.gguf", others={"blk.0.attn_q.weight": "Q8_0"}, more=more, **sizes),
+        CheckpointError,
+        r"blk\.0\.attn_q\.input_scale': is of no part",
+    )
 
 
 def test_a_layer_with_a_matrix_that_is_not_quantised_is_decoded(

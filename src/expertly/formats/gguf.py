@@ -24,6 +24,7 @@ from expertly.core.errors import CheckpointError
 from expertly.formats.layouts import FLOATS, Accepted, Header, Layout
 from expertly.formats.matrix import Bytes, Matrix, torch
 from expertly.formats.mxfp4 import Mxfp4Format
+from expertly.formats.nvfp4 import Nvfp4Format
 from expertly.formats.tiles import TILE_OUTPUTS, RoundingFormat, TiledFormat, nearest_codes
 
 _MAX_HALF = 65504.0
@@ -179,6 +180,29 @@ class _GgufMxfp4(Mxfp4Format):
         return super().parts_of(Matrix(torch.from_numpy(codes), torch.from_numpy(scales)))
 
 
+class _ScaledNvfp4(Nvfp4Format):
+    """GGUF's NVFP4 where a further tensor has a scale of the matrix: bytes as `scaled_nvfp4` takes them."""
+
+    type = "NVFP4"
+
+    def parts_of(self, matrix: Matrix) -> tuple[Bytes, ...]:
+        return super().parts_of(scaled_nvfp4(matrix.numbers))
+
+
+def scaled_nvfp4(rows: torch.Tensor) -> Matrix:
+    """From rows of blocks, behind each of which is the matrix's scale: a block is 4 scales, then for each 8 bytes of
+    which the low halves are the first 8 inputs.
+    """
+    blocks = rows[:, :-4].numpy().reshape(len(rows), -1, 36)
+    scales = np.where(blocks[..., :4] == 0x7F, np.uint8(0), blocks[..., :4])  # as llama.cpp takes it
+    if (scales > 0x7F).any():
+        raise CheckpointError("a scale below 0, in a block of NVFP4")
+    codes = torch.from_numpy(_pairs(_fields(blocks[..., 4:], 8, 4)).reshape(len(rows), -1))
+    numbers = torch.from_numpy(scales.reshape(len(rows), -1)).view(torch.float8_e4m3fn)
+    whole = float(rows[0, -4:].clone().view(torch.float32))
+    return Matrix(codes, numbers, 4, 2 * codes.shape[1], is_e2m1=True, factor=whole)
+
+
 # -- the types ---------------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +288,12 @@ GGUF_FORMATS = (
     _AsStored("TQ2_0", 21, 256, 66, 64),
     _AsStored("NVFP4", 22, 64, 36),
 )
-OF_GGUF_TYPE: dict[str, TiledFormat] = {**{form.type: form for form in GGUF_FORMATS}, "MXFP4": _GgufMxfp4()}
+SCALED_NVFP4 = "NVFP4, scaled"
+OF_GGUF_TYPE: dict[str, TiledFormat] = {
+    **{form.type: form for form in GGUF_FORMATS},
+    "MXFP4": _GgufMxfp4(),
+    SCALED_NVFP4: _ScaledNvfp4(),
+}
 """The format of a GGUF matrix, by GGUF's name of its type."""
 
 

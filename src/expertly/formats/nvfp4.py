@@ -39,6 +39,8 @@ class Nvfp4Format(TiledFormat):
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
         codes, scales, whole = parts
+        if (whole != whole[..., :1, :]).any():
+            raise CheckpointError("16 rows, of matrices with different scales, in one tile")
         flat = [part.reshape(*codes.shape[:-2], -1) for part in (transposed(codes, 4), scales.swapaxes(-1, -2))]
         return np.concatenate((*flat, whole[..., 0, :]), axis=-1)
 

@@ -22,6 +22,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.formats import LAYOUTS, expert_format, layout_of
+from expertly.formats.gguf import scaled_nvfp4
 from expertly.formats.layouts import Header, Layout
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 from expertly.model.dequantizer import Dequantize, extended, plain_name
@@ -557,12 +558,18 @@ def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None, *, as
     raw, shape = checkpoint.read(name, row), ref.shape if row is None else (1, *ref.shape[1:])
     if not checkpoint.gguf or ref.dtype in IS_FLOAT:
         return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
-    blocks = raw.reshape(*shape[:-1], -1)
+    blocks = torch.from_numpy(raw.reshape(*shape[:-1], -1))
+    if ref.factors:
+        factors = torch.tensor(ref.factors if row is None else ref.factors[row : row + 1]).view(torch.uint8)
+        factors = factors.view(-1, *(1,) * (len(shape) - 2), 4)
+        blocks = torch.cat((blocks, factors.expand(*shape[:-1], 4)), dim=-1)
     if as_bytes:
-        return torch.from_numpy(blocks)
+        return blocks
+    if ref.factors:
+        return torch.stack([scaled_nvfp4(rows).weight() for rows in blocks.view(-1, *blocks.shape[-2:])]).view(shape)
     import gguf
 
-    return torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[ref.dtype]))
+    return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[ref.dtype]))
 
 
 def read_group(checkpoint: Checkpoint, group: Group, expert: int | None = None, *, as_bytes: bool = False) -> Tensors:

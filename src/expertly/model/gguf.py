@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, core_model_loading
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
-from expertly.formats.gguf import OF_GGUF_TYPE, GgufLayout
+from expertly.formats.gguf import OF_GGUF_TYPE, SCALED_NVFP4, GgufLayout
+from expertly.formats.tiles import TiledFormat
 from expertly.model.conversion import Conversion, Group, Tensors
 from expertly.model.gguf_architectures import (
     FACTORS,
@@ -25,6 +26,7 @@ from expertly.model.gguf_architectures import (
     architecture_of,
     fields_of,
     known_architectures,
+    vector,
 )
 from expertly.model.gguf_words import check_words, special_tokens, tokenizer_folder
 from expertly.model.structure import ExpertsSite, find_experts, of_the_model, quiet
@@ -88,6 +90,18 @@ def _open_gguf(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: transformers makes no config of its metadata: {reason:.200}") from error
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     tensors = {name: ref for name, ref in files.tensors.items() if name not in {**row.vectors, **FACTORS}}
+    for name, ref in files.tensors.items():
+        stem, _, last = name.rpartition(".")
+        weight = files.tensors.get(f"{stem}.weight")
+        is_scale = weight is not None and weight.dtype == "NVFP4" and last in ("scale", "input_scale")
+        if weight is None or not is_scale or _layer(name)[1] in row.parameters.values():
+            continue
+        del tensors[name]
+        if last == "scale":
+            factors = vector(files, name, lambda value: 2.0**-100 < value < 2.0**100)
+            if len(factors) != (weight.shape[0] if len(weight.shape) > 2 else 1):
+                raise CheckpointError(f"{path}: tensor {name!r:.80}: {list(ref.shape)}: must be one for each matrix")
+            tensors[f"{stem}.weight"] = replace(weight, dtype=SCALED_NVFP4, factors=tuple(factors))
     if row.joined:
         heads, heads_kv = made["num_attention_heads"], made["num_key_value_heads"]
         for name in [name for name in tensors if ".attn_qkv." in name]:
@@ -236,6 +250,11 @@ class GgufConversion(Conversion):
             if (group.converter is None and len(group.names) > 1) or len(group.patterns) < len(group.sources):
                 raise CheckpointError(f"tensors {', '.join(group.names[:3])}: all claim to be {group.target}")
         return groups, unexpected
+
+    def forms(self, group: Group, checkpoint: Checkpoint) -> list[TiledFormat]:
+        factors = {checkpoint.tensors[name].factors for name in group.names}
+        is_mixed = len(factors) > 1 and isinstance(group.converter, _Undo)  # rows of one tile have different scales
+        return [] if is_mixed else super().forms(group, checkpoint)
 
     def keeps_rows(self, group: Group) -> bool:
         return not isinstance(group.converter, _Undo) or group.converter.step.is_of_rows

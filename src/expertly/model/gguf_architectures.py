@@ -744,7 +744,7 @@ def fields_of(files: GgufFiles, name: str, num_rows: int) -> Values:
     values["block_count"] = fields["num_hidden_layers"] = layers - further
     fields["vocab_size"] = said.take("vocab_size", _one_of(num_rows), num_rows)
     head_dim = values["attention.key_length"]
-    factors = {tensor: _vector(files, tensor, _NUMBER.is_right) for tensor in FACTORS if tensor not in row.vectors}
+    factors = {tensor: vector(files, tensor, _NUMBER.is_right) for tensor in FACTORS if tensor not in row.vectors}
     fields["rope_parameters"] = _rope_of(said, row, values, factors)
     if "attention.scale" not in values:
         scale = said.take("attention.scale", _ANY, 0.0)
@@ -752,11 +752,11 @@ def fields_of(files: GgufFiles, name: str, num_rows: int) -> Values:
             raise said.refusal("attention.scale", scale, f"{head_dim**-0.5:g}")
     same = {"attention.value_length": _one_of(head_dim), "embedding_length_out": _one_of(hidden)}
     said.check_left({**_NEUTRAL, **same, **{key: kind for key, kind in row.keys.items() if isinstance(kind, _Kind)}})
-    values |= {tensor: _vector(files, tensor, is_right) for tensor, is_right in row.vectors.items()}
+    values |= {tensor: vector(files, tensor, is_right) for tensor, is_right in row.vectors.items()}
     return fields | row.more(values)
 
 
-def _vector(files: GgufFiles, name: str, is_right: Callable[[float], bool]) -> list[float]:
+def vector(files: GgufFiles, name: str, is_right: Callable[[float], bool]) -> list[float]:
     """The numbers of a small tensor; none where there is no such tensor."""
     ref = files.tensors.get(name)
     if ref is None:

@@ -55,6 +55,7 @@ class TensorRef:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    factors: tuple[float, ...] = ()  # by which its matrices are multiplied, if they are
 
 
 @dataclass(frozen=True)
