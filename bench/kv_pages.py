@@ -10,13 +10,14 @@ import argparse
 import os
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from expertly.native.kernels import STEP_NBYTES
 from expertly.serve.memory import PAGE_TOKENS
-from expertly.store.pages import KeptPages
+from expertly.store.pages import NUM_READERS, KeptPages
 
 SHAPES = {"demo": (12, 2, 32), "Qwen3-30B-A3B": (48, 4, 128)}
 """Layers, key heads and numbers of a head."""
@@ -51,10 +52,10 @@ def _read(folder: Path, page_nbytes: int, num_tokens: int) -> float:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     pages, memory = KeptPages(folder, 1 << 60, b""), torch.zeros(num_pages, page_nbytes, dtype=torch.uint8)
     begin = time.perf_counter()
-    for number, page in enumerate(pages.names(tokens, PAGE_TOKENS)):
-        content = pages.read(page, page_nbytes)
-        assert content is not None
-        memory[number] = torch.frombuffer(content, dtype=torch.uint8)
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        assert all(
+            readers.map(pages.read, pages.names(tokens, PAGE_TOKENS), [memoryview(row.numpy()) for row in memory])
+        )
     seconds = time.perf_counter() - begin
     pages.close()
     return seconds

@@ -69,9 +69,7 @@ class Passes:
         with self._changed:
             assert self._changed.wait_for(lambda: self.errors or not any(self._left.values()), 60), self._left
         assert not self.errors, self.errors
-        end = time.monotonic() + 60
-        while self.batch.free_share() < 1:
-            assert time.monotonic() < end, "it keeps pages"
+        until(lambda: self.batch.free_share() == 1)
 
     def close(self) -> None:
         self.batch.close()
@@ -98,6 +96,13 @@ class Passes:
         with self._changed:
             self.errors.append(error)
             self._changed.notify()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.001)
 
 
 @cache
@@ -380,6 +385,27 @@ def test_pages_that_others_needed_come_back_from_disk(tmp_path: Path) -> None:
         assert sum(cached > 0 for cached in made.cached.values()) > 8
 
 
+def test_a_text_that_goes_on_stays_on_disk_from_its_beginning(tmp_path: Path) -> None:
+    """Though its first pages were written before those of texts that nobody continued, and found in memory since."""
+    with passes(num_pages=80, pages=KeptPages(tmp_path / "kv", 1 << 20, b"model")) as made:
+        made.ask("page", drawn(PAGE, 9), 1)
+        made.wait()
+    (page,) = (tmp_path / "kv").iterdir()
+    most_nbytes = 12 * page.stat().st_size
+    text = drawn(5 * PAGE, 0)
+    with passes(num_pages=80, pages=(kept := KeptPages(tmp_path / "kv", most_nbytes, b"model"))) as made:
+        for turn in range(6):
+            text += drawn(PAGE // 2, turn)
+            for name, tokens in (("text", text), ("another", drawn(3 * PAGE, 10 + turn))):
+                made.ask(f"{name} {turn}", tokens, 1)
+                made.wait()
+                until(lambda tokens=tokens: all(page in kept for page in kept.names(tokens, PAGE)))
+    with passes(num_pages=80, pages=KeptPages(tmp_path / "kv", most_nbytes, b"model")) as made:
+        made.ask("again", [*text, 5], 1)
+        made.wait()
+    assert made.cached["again"] == 8 * PAGE
+
+
 def test_the_disk_holds_no_more_than_it_may(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The pages that were used the longest ago go; what is not a page stays, and a disk that is full is a warning."""
     folder = tmp_path / "kv"
@@ -391,7 +417,8 @@ def test_the_disk_holds_no_more_than_it_may(tmp_path: Path, caplog: pytest.LogCa
         if number == 2:
             pages.close()
             pages = KeptPages(folder, 3 * 1008, b"")
-            assert pages.read(names[0], 1000) == bytes(1000)
+            assert pages.read(names[0], memoryview(page := bytearray(1000))) and page == bytes(1000)
+            pages.used(names[:1])
     pages.close()
     assert {path.name for path in folder.iterdir()} == {"mine", names[0], *names[3:]}
     remove_pages(folder)
@@ -410,9 +437,9 @@ def test_pages_are_not_read_for_a_prompt_that_has_to_wait(tmp_path: Path, monkey
     """They are once it begins, and once each."""
     names, read = list[str](), KeptPages.read
 
-    def noted(self: KeptPages, name: str, nbytes: int) -> bytes | None:
+    def noted(self: KeptPages, name: str, page: memoryview) -> bool:
         names.append(name)
-        return read(self, name, nbytes)
+        return read(self, name, page)
 
     monkeypatch.setattr(KeptPages, "read", noted)
     prompt = drawn(60, 5)

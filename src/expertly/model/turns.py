@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from transformers.generation.continuous_batching import RequestState, RequestSta
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
 from expertly.model.kv_codes import digest_of
-from expertly.store.pages import KeptPages
+from expertly.store.pages import NUM_READERS, KeptPages
 
 SHORT_TOKENS = 16
 """Of a short message, by whose passes parts of prompts are measured."""
@@ -242,10 +244,8 @@ class Turns(Scheduler):  # type: ignore[misc]
         """Write the pages of a request that are not on disk yet."""
         (allocator,), state = self._allocators, self.active_requests.get(name)
         if state is not None:
-            tokens = state.initial_tokens + state.generated_tokens
-            for page, block in zip(
-                pages.names(tokens, self._page_tokens), allocator.block_table.get(name, ()), strict=False
-            ):
+            names = pages.names(state.initial_tokens + state.generated_tokens, self._page_tokens)
+            for page, block in zip(names, allocator.block_table.get(name, ()), strict=False):
                 if block in allocator.ledger.block_to_hash and page not in pages:
                     pages.write(page, allocator._copy_view[block].cpu().numpy().tobytes())
 
@@ -260,24 +260,30 @@ class Turns(Scheduler):  # type: ignore[misc]
         parent = ledger.block_to_hash[there[-1]] if there else None
         if not self._free(allocator, -(-len(prompt) // self._page_tokens) - len(there), set(there)):
             return
-        for number, page in enumerate(pages.names(prompt[:-1], self._page_tokens)):
-            if number < len(there):
-                continue
-            content = pages.read(page, allocator.bytes_per_block) if page in pages else None
-            if content is None:
-                break
-            if not pool.count_free_blocks(allocator.index):
-                pool.allocate_sector(allocator.index)
-            (block,) = pool.get_free_blocks(allocator.index, 1)
-            allocator._copy_view[block] = torch.frombuffer(content, dtype=torch.uint8)
-            tokens = prompt[number * self._page_tokens : (number + 1) * self._page_tokens]
-            parent = compute_block_hash(parent, tokens)
-            same = ledger.register_new_hash(block, parent)
-            if same is None:
+        names = list(pages.names(prompt[:-1], self._page_tokens))
+        missing = list(takewhile(pages.__contains__, names[len(there) :]))
+        while pool.count_free_blocks(allocator.index) < len(missing):
+            pool.allocate_sector(allocator.index)
+        blocks = pool.get_free_blocks(allocator.index, len(missing))
+        memory = (allocator._copy_view[block] for block in blocks)
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            num_read = (*readers.map(partial(_read, pages), missing, memory), False).index(False)
+        pool.free_blocks(allocator.index, blocks[num_read:])
+        pages.used(names[: len(there) + num_read])
+        for number, block in enumerate(blocks[:num_read], len(there)):
+            parent = compute_block_hash(parent, prompt[number * self._page_tokens : (number + 1) * self._page_tokens])
+            if ledger.register_new_hash(block, parent) is None:
                 ledger.cached_blocks[block] = None
             else:
                 pool.free_blocks(allocator.index, [block])
-            there.append(block if same is None else same)
+
+
+@torch.inference_mode()
+def _read(pages: KeptPages, name: str, memory: torch.Tensor) -> bool:
+    content = memory if memory.device.type == "cpu" else torch.empty_like(memory, device="cpu")
+    is_read = pages.read(name, content.numpy().data)
+    memory.copy_(content)
+    return is_read
 
 
 def kind_of_pages(model: Any) -> str | None:

@@ -26,6 +26,9 @@ _NAME = re.compile(r"[0-9a-f]{32}\.page|\.[0-9a-f]{32}\.page\.tmp")
 WAITING_NBYTES = 32 << 20
 """Of pages that wait to be written; who has more waits for the disk."""
 
+NUM_READERS = 4
+"""Threads that read pages at a time: the disk goes on while checksums are made."""
+
 _SUM_NBYTES = 8  # behind a page
 
 log = logging.getLogger("expertly.serve")
@@ -39,7 +42,8 @@ def remove_pages(folder: Path) -> None:
 
 class KeptPages:
     """The pages of one model, at most so many bytes; those go first that were used the longest ago. One thread uses
-    it; another writes. What cannot be read is not there, and a disk that cannot be written to is a warning.
+    it, several may read, another writes. What cannot be read is not there, and a disk that cannot be written to is a
+    warning.
     """
 
     def __init__(self, folder: Path, most_nbytes: int, model: bytes) -> None:
@@ -62,29 +66,30 @@ class KeptPages:
 
     def names(self, tokens: Sequence[int], page_tokens: int) -> Iterator[str]:
         """Of the pages that these tokens fill, one after the other."""
-        digest = hashlib.blake2b(self._model, digest_size=16)
+        digest, array = hashlib.blake2b(self._model, digest_size=16), np.asarray(tokens, np.int64)
         for end in range(page_tokens, len(tokens) + 1, page_tokens):
-            digest.update(np.asarray(tokens[end - page_tokens : end], np.int64).tobytes())
+            digest.update(array[end - page_tokens : end].data)
             yield f"{digest.hexdigest()}.page"
 
     def __contains__(self, name: str) -> bool:
         return name in self._nbytes
 
-    def read(self, name: str, nbytes: int) -> memoryview | None:
-        """A page's bytes, in memory of its own; None where they are not what was written."""
-        path = self._folder / name
-        content = memoryview(bytearray(nbytes + _SUM_NBYTES + 1))
-        page, num_read = content[:nbytes], 0
-        with suppress(StoreError), reading(path, StoreError) as file:
-            num_read = file.readinto(content)
-        if num_read != nbytes + _SUM_NBYTES or content[nbytes:num_read] != _sum_of(name, page):
+    def read(self, name: str, page: memoryview) -> bool:
+        """Read a page into this memory, of its size. False where that is not what was written. Any thread may call."""
+        checksum, num_read = bytearray(_SUM_NBYTES + 1), 0
+        with suppress(StoreError), reading(self._folder / name, StoreError) as file:
+            num_read = os.readv(file.fileno(), [page, checksum])
+        if num_read != len(page) + _SUM_NBYTES or checksum[:-1] != _sum_of(name, page):
             self._forget(name)
-            return None
-        with self._changed, suppress(KeyError):
-            self._nbytes.move_to_end(name)
-        with suppress(OSError):
-            os.utime(path)
-        return page
+            return False
+        return True
+
+    def used(self, names: Sequence[str]) -> None:
+        """Pages of a text that goes on; its first, without which none is found, shall go last."""
+        for name in reversed(names):
+            with self._changed, suppress(KeyError, OSError):
+                self._nbytes.move_to_end(name)
+                os.utime(self._folder / name)
 
     def write(self, name: str, page: bytes) -> None:
         """Soon; a page that is there stays. Waits where too much waits to be written."""
