@@ -2,11 +2,11 @@
 
     python bench/walk.py [--tokens 24] [--calls]
 
-Counts calls of functions of the package (not transformers', torch's or C) on the thread that runs the model, from one
-decoder layer's forward to the next one's. Medians over layers and
-tokens; of layers that load two experts, the quarter with the fewest: on a busy machine experts arrive one by one, with
-a call or two more for each. Bounds: 8 files and 25 calls where every expert is resident, 16 and 120 with `expertly` at
-25 %.
+Counts calls of functions of the package (not transformers', torch's or C) on the thread that runs the model. `calls`:
+of a token over its layers; `files`: of a token; medians. `of_two_loads`: of a layer that loads two experts, from where
+it is decided to where the next one is; the quarter with the fewest: on a busy machine experts arrive one by one, with
+a call or two more for each. Bounds in
+tests/test_walk.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,66 +26,65 @@ from common import options, print_report
 import expertly
 from expertly.model.playing import forward
 
+DECIDED = "engine/runtime.py", "forward_experts"
 PACKAGE = str(Path(expertly.__file__).parent)
 PROMPT = "The old man looked at the sea and said to his"
 
 
 class Walk:
-    """The calls of a thread, cut where a decoder layer begins."""
+    """The calls of a thread: of each token, and from each layer that is decided to the next."""
 
     def __init__(self) -> None:
+        self.tokens: list[Counter[tuple[str, str]]] = []
         self.layers: list[Counter[tuple[str, str]]] = []
-        self._calls: Counter[tuple[str, str]] | None = None
+        self._layer: Counter[tuple[str, str]] | None = None
 
-    def step(self) -> None:
-        """A decode step begins: what comes before its first layer belongs to none."""
-        self._calls = None
+    def __enter__(self) -> None:
+        self._layer = None  # what comes before the first one belongs to none, as what comes after the last
+        self.tokens.append(Counter())
+        sys.setprofile(self)
 
-    def layer_begins(self, *_: Any) -> None:
-        if self._calls is not None:
-            self.layers.append(self._calls)
-        self._calls = Counter() if sys.getprofile() is self else None
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or not frame.f_code.co_filename.startswith(PACKAGE):
             return
-        if self._calls is not None:
-            self._calls[frame.f_code.co_filename.removeprefix(PACKAGE + "/"), frame.f_code.co_name] += 1
+        call = frame.f_code.co_filename.removeprefix(PACKAGE + "/"), frame.f_code.co_name
+        self.tokens[-1][call] += 1
+        if call == DECIDED:
+            if self._layer is not None:
+                self.layers.append(self._layer)
+            self._layer = Counter()
+        if self._layer is not None:
+            self._layer[call] += 1
 
 
 def run(system: str, memory: str, num_tokens: int, *, told: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model, tokenizer = expertly.load(memory=memory, system=system, device="cpu", dtype="float32")
-    walk = Walk()
-    for layer in model.get_decoder().layers:
-        layer.register_forward_pre_hook(walk.layer_begins)
+    walk, num_layers = Walk(), len(model.get_decoder().layers)
     try:
         ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             logits, cache = forward(model, ids, None)
             for number in range(num_tokens):
                 ids = logits.argmax(-1, keepdim=True)
-                walk.step()
-                if number >= num_tokens // 2:  # the first ones fill the cache
-                    sys.setprofile(walk)
-                logits, cache = forward(model, ids, cache)
-                sys.setprofile(None)
+                with walk if number >= num_tokens // 2 else nullcontext():  # the first ones fill the cache
+                    logits, cache = forward(model, ids, cache)
         phase = expertly.stats(model).as_dict()["phases"]["decode"]
     finally:
-        sys.setprofile(None)
         expertly.unload(model)
     if told:
-        total: Counter[tuple[str, str]] = sum(walk.layers, Counter())
-        for (file, name), count in sorted(total.items(), key=lambda one: -one[1]):
-            print(f"{count / len(walk.layers):7.2f}  {file}: {name}")
-    layers = phase["iterations"] * len(expertly.stats(model).as_dict()["layers"]) if phase["iterations"] else 1
+        total: Counter[tuple[str, str]] = sum(walk.tokens, Counter())
+        for (file, name), count in sorted(total.items(), key=lambda each: -each[1]):
+            print(f"{count / len(walk.tokens):7.2f}  {file}: {name}")
     return {
         "system": system,
         "memory": memory,
-        "files": statistics.median(len({file for file, _ in layer}) for layer in walk.layers),
-        "calls": statistics.median(sum(layer.values()) for layer in walk.layers),
-        "mean_calls": statistics.mean(sum(layer.values()) for layer in walk.layers),
-        "misses_a_layer": (phase["misses"] + phase["partial_hits"]) / layers,
+        "files": statistics.median(len({file for file, _ in token}) for token in walk.tokens),
+        "calls": statistics.median(token.total() / num_layers for token in walk.tokens),
+        "misses_a_layer": (phase["misses"] + phase["partial_hits"]) / (phase["iterations"] or 1) / num_layers,
         **_of_two_loads(walk.layers),
     }
 

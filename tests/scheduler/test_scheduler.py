@@ -145,3 +145,27 @@ def test_experts_that_come_in_segments_are_computed_whole_except_resident_tops(
     loop_layer(control, transport, one_token(0, [1, 2], decode), computed.extend)
     control.check()
     assert [(span.expert, span.segment, span.num_segments) for span in computed] == expected
+
+
+@pytest.mark.parametrize("system", ["lru", "lfu", "lcp", "static", "resident", "expertly"])
+@pytest.mark.parametrize("segments", [1, 2])
+def test_what_ran_before_anybody_was_asked_counts_as_if_it_had_asked(system: str, segments: int) -> None:
+    """A prompt between tokens stages experts: then there is something to decide again."""
+    shape = geometry(layers=3, experts=8, top_k=2, segments=segments)
+    share = 1.0 if system == "resident" else 0.6
+    asked, ran = scheduler(shape, share, system), scheduler(shape, share, system)
+    dice, num_ran = random.Random(3), 0
+    for step in range(200):
+        for layer in range(3):
+            chosen, decode = dice.sample(range(4 if step % 3 else 8), 2), bool(step % 20)
+            run_layer(asked, layer, chosen, decode=decode)
+            first = shape.first_ids[layer]
+            is_there = decode and None not in [ran.cache.whole[first + expert] for expert in chosen]
+            if is_there and ran.ran([(layer, chosen, 0)]):
+                num_ran += 1
+            else:
+                run_layer(ran, layer, chosen, decode=decode)
+        ran.check()
+        assert ran.counters == asked.counters
+        assert ran.cache.residency() == asked.cache.residency()
+    assert (num_ran == 0) == (system == "expertly")  # which decides in every layer

@@ -9,7 +9,7 @@ import signal
 import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # those of `signal` make enums: 25 us a layer
 from _signal import signal as set_handler
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
@@ -22,6 +22,7 @@ from expertly.core.messages import Phase, RouterRan, group_by_expert
 from expertly.core.observation import IterationInfo
 from expertly.engine.compute import Dispatch
 from expertly.engine.device import Device
+from expertly.model.hooks import RanStep
 from expertly.native.kernels import ChosenExperts, Kernels
 from expertly.scheduler.scheduler import Scheduler
 
@@ -41,7 +42,7 @@ _KEPT_NBYTES = 64 << 10
 _Ran = tuple[int, torch.Tensor, torch.Tensor]
 """See `_traced`."""
 
-_Choice = tuple[int, torch.Tensor, Any, Any]
+Choice = tuple[int, torch.Tensor, Any, Any]
 """A layer, the ids [T, K] that it chose, and stamps before and behind it."""
 
 
@@ -235,11 +236,10 @@ class Engine:
         is_seen = self.observer is not None or self.prefetching is not None or self._info is None
         return not (is_seen or self._is_stopped) and os.getpid() == self._process
 
-    def ran(
-        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, result: torch.Tensor, begin: int, end: int
-    ) -> None:
-        self._trail.append((layer, hidden, result))
-        self._unseen.layers.append((layer, ids, begin, end))
+    def ran(self, layers: Iterable[RanStep]) -> None:
+        for layer, hidden, ids, result, clock in layers:
+            self._trail.append((layer, hidden, result))
+            self._unseen.layers.append((layer, ids, clock[-2], clock[-1]))
 
     def _count_unseen(self, info: IterationInfo | None) -> None:
         """Tell the scheduler what those layers chose that did not wait for it."""
@@ -247,6 +247,8 @@ class Engine:
         if self._is_closed:
             return
         try:
+            if info is not None and len(info.is_prefill) == 1 and not info.is_prefill[0] and info.is_pad is None:
+                unseen = shard.count_token(unseen)
             for layer, ids, begin, end in unseen:
                 router = dispatch(layer, ids, shard.geometry.layers[layer].num_experts, info).router
                 shard.count(router)
@@ -292,7 +294,7 @@ class _Unseen:
     """
 
     def __init__(self, device: Device) -> None:
-        self.layers: list[_Choice] = []
+        self.layers: list[Choice] = []
         self._device = device
         self._copy: tuple[torch.Tensor, Any] | None = None
 
@@ -302,7 +304,7 @@ class _Unseen:
             every = torch.cat([ids.reshape(-1) for _, ids, *_ in self.layers])
             self._copy = cast("CudaDevice", self._device).streams.to_host_later(every)
 
-    def take(self) -> list[_Choice]:
+    def take(self) -> list[Choice]:
         """All of them, with ids in host memory."""
         self.bring()
         copy, layers, self._copy, self.layers = self._copy, self.layers, None, []

@@ -24,6 +24,7 @@ from expertly.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from expertly.engine.cuda import CudaDevice
     from expertly.engine.remote import RemoteShard
+    from expertly.engine.runtime import Choice
 
 Waits = list[tuple[Any, Any]]
 """Pairs of stamps, before and after each time that a layer waited for a transfer."""
@@ -156,6 +157,15 @@ class Shard:
         table = slots.buffer_info()[0] + first * slots.itemsize
         return self._layers[layer].chosen(table, self.geometry.layers[layer].num_experts, tensors)
 
+    def count_token(self, choices: list[Choice]) -> list[Choice]:
+        """Count what layers chose for a token in decode that were computed before anybody was asked. Returns those that
+        `count` is to be told.
+        """
+        if self.device.queues_uses:
+            return choices
+        ran = self.scheduler.ran([(layer, *ids.tolist(), end - begin) for layer, ids, begin, end in choices])
+        return choices[ran:]
+
     def count(self, router: RouterRan) -> None:
         """Count what a layer chose that was complete early."""
         self._count_early(len(router.experts))
@@ -213,12 +223,13 @@ class Shard:
 
     def note_times(self, router: RouterRan, begin: Any, end: Any, waits: Waits) -> None:
         """Count how long a layer's experts took, from `begin` to `end`, and how much of that was waiting."""
-        counters = self.scheduler.counters[router.layer]
+        counters = self.scheduler.cache.counters[router.layer]
         phase = counters.decode if self.scheduler.cache.is_decoding else counters.prefill
         if self.device.queues_uses:
             self.moments.note(begin, end, waits, partial(add_times, phase))
         else:
-            add_times(phase, begin, end, sum([stop - start for start, stop in waits]) if waits else 0)
+            phase.stall_ns += sum([stop - start for start, stop in waits]) if waits else 0
+            phase.expert_ns += end - begin
 
     def layer_counters(self, layer: int) -> LayerCounters:
         return self.scheduler.counters[layer]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model import routers
 from expertly.model.dense import ROUTER_NAMES, NamesAttention, eager_of, is_usual_attention, keep
-from expertly.model.hooks import CACHE, AsTried, experts_modules, look_alike, original_of, watchers
+from expertly.model.hooks import CACHE, AsTried, active, experts_modules, look_alike, original_of, watchers
 from expertly.native.kernels import Kernels, UnsureError
 
 NUM_COMPARED = 3
@@ -145,6 +145,11 @@ class _Shared:
         return True
 
 
+def are_ours(hooks: Mapping[Any, Any]) -> bool:
+    """Whether nobody but predictors looks at a router."""
+    return all(look.__module__ == routers.__name__ for look in active(hooks))
+
+
 _MOST_FORMS = 12
 """Kinds of calls of one layer that are recorded: one takes some memory for each token."""
 
@@ -185,9 +190,9 @@ class LayerGraphs:
     """Kinds of KV cache. Continuous batching captures an accelerator's passes itself: nothing may be replayed there."""
 
     def __init__(self, layer: Any, original: Any, experts: Any, router: Any, shared: _Shared) -> None:
-        self._original, self._experts, self._router, self._shared = original, experts, router, shared
+        self._original, self._experts, self.router, self._shared = original, experts, router, shared
         self._attention = layer.self_attn
-        self._tried = AsTried(layer, observed=router)
+        self._tried = AsTried(layer, observed=[router])
         self.num_compared = self._num_unsure = 0
         self._replays: list[Any] = []
         self._fixed: tuple[torch.Tensor, ...] = ()  # angles as it was recorded
@@ -198,24 +203,24 @@ class LayerGraphs:
 
     def takes(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether this is a call of a loaded model as it was recorded, which nobody watches, trains or changed."""
-        shared, like = self._shared, getattr(self._at, "hidden", hidden)
-        if (
-            type(hidden) is not type(like)
-            or (hidden.dtype, hidden.device) != (like.dtype, like.device)
-            or type(kwargs.get(CACHE)) not in self.caches
-            or (CACHE != "cache" and "cache" in kwargs)  # the paged cache of transformers 5.17, beside the usual one
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled(hidden.device.type)
-            or layer.training
-            or not vars(self._attention).get("_expertly_is_tried", True)  # its first tokens join its projections
-            or not kwargs.keys() >= self._passed
-        ):
-            return False
-        for look in watchers(self._router):
-            if look.__module__ != routers.__name__:  # ours look at routers
-                return False
         return (
-            self._tried.holds()
+            not layer.training
+            and vars(self._attention).get("_expertly_is_tried", True)  # its first tokens join its projections
+            and are_ours(self.router._forward_hooks)
+            and self._tried.holds()
+            and self.takes_call(hidden, kwargs)
+        )
+
+    def takes_call(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether a call is as it was recorded, whatever became of the layer."""
+        shared, like = self._shared, getattr(self._at, "hidden", hidden)
+        return (
+            type(hidden) is type(like)
+            and (hidden.dtype, hidden.device) == (like.dtype, like.device)
+            and type(kwargs.get(CACHE)) in self.caches
+            and (CACHE == "cache" or "cache" not in kwargs)  # transformers 5.17 has its paged cache beside the other
+            and not (torch.is_grad_enabled() or torch.is_autocast_enabled(hidden.device.type))
+            and kwargs.keys() >= self._passed
             and shared.keep(kwargs.get("position_embeddings"))
             and (not self._fixed or self._fixed is shared.fixed)
         )
@@ -268,11 +273,11 @@ class LayerGraphs:
         """Tell those who look at the router what it chose, and have the experts computed."""
         at = self._at
         ids, weights = at.chosen[1].clone(), at.chosen[2].clone()
-        if looks := watchers(self._router):
+        if self.router._forward_hooks and (looks := watchers(self.router)):
             same = {id(at.chosen[1]): ids, id(at.chosen[2]): weights}
             routed = tuple([same[id(part)] if id(part) in same else part.clone() for part in at.routed[2]])
             for look in looks:
-                look(self._router, at.routed[0], at.routed[1], routed)
+                look(self.router, at.routed[0], at.routed[1], routed)
         at.mixed.copy_(self._experts(at.chosen[0], ids, weights))
 
     # -- recording -----------------------------------------------------------------------------------------------------
@@ -355,7 +360,7 @@ class LayerGraphs:
 
     @contextlib.contextmanager
     def _replaced(self, attended: Any, mixed: Any, routed: Any) -> Iterator[None]:
-        attention, experts, router = self._attention, self._experts, self._router
+        attention, experts, router = self._attention, self._experts, self.router
         config, runtime, watching = attention.config, experts._expertly_runtime, router._forward_hooks
         vars(attention)["config"] = config if isinstance(config, NamesAttention) else NamesAttention(config)
         attention._expertly_asked = attended

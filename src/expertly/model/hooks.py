@@ -15,8 +15,10 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -39,6 +41,12 @@ if TYPE_CHECKING:
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """What models and their outputs call the KV cache: `past_key_values` before transformers 5.24, which takes both."""
+
+
+RanStep = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int]]
+"""What the step of a layer computed: the layer, hidden states, ids, the result, and numbers of which the last two are
+when it began and ended, by the clock of `time.perf_counter_ns`. They keep their values until the pass ends.
+"""
 
 
 class Runtime(Protocol):
@@ -87,12 +95,8 @@ class Runtime(Protocol):
         """Whether such a step may run now: nobody is to be told of the layer before."""
         ...
 
-    def ran(
-        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, result: torch.Tensor, begin: int, end: int
-    ) -> None:
-        """It ran, from `begin` to `end` by the clock of `time.perf_counter_ns`. The tensors keep their values until the
-        pass ends.
-        """
+    def ran(self, layers: Iterable[RanStep]) -> None:
+        """These layers' steps ran, in this order."""
 
 
 def look_alike(original: type[nn.Module], *mixins: type, **changed: Any) -> Any:
@@ -109,61 +113,82 @@ def original_of(kind: Any) -> Any:
 
 
 def watchers(module: Any) -> list[Any]:
-    """Its forward hooks that do something. Those by which transformers collects what modules give stay on them for
-    ever, and do nothing where nobody asks for that.
+    """Its forward hooks that do something."""
+    return active(module._forward_hooks)
+
+
+def active(hooks: Mapping[Any, Any]) -> list[Any]:
+    """Those that do something. Those by which transformers collects what modules give stay on them for ever, and do
+    nothing where nobody asks for that.
     """
-    hooks = list(module._forward_hooks.values())
     if hooks and not output_capturing._active_collector.get():
-        return [hook for hook in hooks if hook.__module__ != output_capturing.__name__]
-    return hooks
+        return [hook for hook in hooks.values() if hook.__module__ != output_capturing.__name__]
+    return list(hooks.values())
 
 
 class AsTried:
-    """A module and those within it, as they were when they were tried."""
+    """A module and those within it, as they were when they were tried. Every token compares them, by functions of C
+    over lists, which take half as long as a loop.
+    """
 
-    def __init__(self, root: Any, observed: Any = None) -> None:
+    def __init__(self, root: Any, observed: Sequence[Any] = ()) -> None:
         """`observed`: may have forward hooks, which the caller calls."""
         modules = list(root.modules())
-        kinds = {original_of(type(module)) for module in modules}
-        self._forwards = [(kind, kind.forward) for kind in kinds]
-        self._children = [
-            (parent._modules, name, child, type(child))
+        self._kinds = list({original_of(type(module)) for module in modules})
+        self._forwards = list(map(_FORWARD, self._kinds))
+        children = [
+            (parent._modules, name, child)
             for parent in modules
             for name, child in parent._modules.items()
             if child is not None
         ]
-        self._tensors = [
-            (tensors, name, *((0, True) if tensor is None else (tensor.data_ptr(), tensor.is_contiguous())))
+        self._siblings, self._names, self._children = _columns(children)
+        self._types = list(map(type, self._children))
+        self._states: list[dict[str, Any]] = list(map(vars, self._children))
+        self._silent = [vars(child) for child in self._children if child not in observed]
+        tensors = [
+            (tensors, name, tensor)
             for module in modules
             for tensors in (module._parameters, module._buffers)
             for name, tensor in tensors.items()
         ]
-        self._observed = observed
+        self._without, self._absent, _ = _columns([each for each in tensors if each[2] is None])
+        there = [each for each in tensors if each[2] is not None]
+        self._tensors, self._tensor_names, values = _columns(there)
+        self._places = _places(values)
 
     def holds(self) -> bool:
         """Whether nobody replaced a child, a tensor or a class's forward since, and nobody is to be called. Hooks of
         the root are its caller's.
         """
-        for kind, forward in self._forwards:
-            if kind.forward is not forward:
-                return False
-        for siblings, name, child, kind in self._children:
-            if (
-                siblings.get(name) is not child
-                or type(child) is not kind
-                or "forward" in child.__dict__
-                or child._forward_pre_hooks
-                or (child._forward_hooks and child is not self._observed and watchers(child))
-            ):
-                return False
-        for tensors, name, address, is_contiguous in self._tensors:
-            tensor = tensors.get(name)
-            if tensor is None:
-                if address:
-                    return False
-            elif tensor.data_ptr() != address or tensor.is_contiguous() != is_contiguous:  # it may be transposed
-                return False
-        return not _has_any_global_hook()
+        children = self._children
+        try:
+            return (
+                all(map(is_, map(_FORWARD, self._kinds), self._forwards))
+                and all(map(is_, map(dict.get, self._siblings, self._names), children))
+                and all(map(is_, map(type, children), self._types))
+                and all(map(is_, map(object.__getattribute__, children, repeat("__dict__")), self._states))
+                and not any(map(dict.__contains__, self._states, repeat("forward")))
+                and not any(map(dict.get, self._states, repeat("_forward_pre_hooks")))
+                and not any(map(active, filter(None, map(dict.get, self._silent, repeat("_forward_hooks")))))
+                and all(map(is_, map(dict.get, self._without, self._absent), repeat(None)))
+                and _places(list(map(dict.get, self._tensors, self._tensor_names))) == self._places
+                and not _has_any_global_hook()
+            )
+        except TypeError:  # a tensor is gone
+            return False
+
+
+_FORWARD = attrgetter("forward")
+
+
+def _columns(rows: Sequence[tuple[Any, str, Any]]) -> tuple[list[Any], list[str], list[Any]]:
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+
+
+def _places(tensors: Sequence[Any]) -> tuple[list[int], list[bool]]:
+    """Where their numbers are, and whether side by side: one may be transposed."""
+    return list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.is_contiguous, tensors))
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------

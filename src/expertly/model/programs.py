@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model.dense import IDLE, is_native, is_native_mask, paged
 from expertly.model.graphs import LayerGraphs, use_graphs
-from expertly.model.hooks import CACHE, Runtime, factors_of, places, watchers
+from expertly.model.hooks import CACHE, RanStep, Runtime, factors_of, places, watchers
 from expertly.native.kernels import STEPS, ChosenExperts, Kernels, UnsureError, double_bits, point_at, put_into
 
 _aten = torch.ops.aten
@@ -190,6 +191,7 @@ class LayerProgram(LayerGraphs):
     _projected: array[int] | None = None  # the call that puts keys and values into the cache
     _chosen: ChosenExperts | None = None
     _native_as: Any = None  # the attention of transformers that was native, whatever the mask
+    _row: _LastRow | None = None
     _is_attended = _ran_mixed = False  # whether the token's attention, its experts ran as steps
 
     def run(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -200,10 +202,12 @@ class LayerProgram(LayerGraphs):
         of them.
         """
         steps = self._assemble() if self._steps is None else self._steps
-        self._is_attended = steps[self._at_attention * _WIDTH + 1] = self._place(kwargs)
+        self._is_attended = steps[self._at_attention * _WIDTH + 1] = self._goes_on(kwargs) or self._place(kwargs)
         self._ran_mixed = self._chosen is not None
         if self._ran_mixed:
-            steps[self._at_experts * _WIDTH + 1] = may_run and not watchers(self._router)
+            steps[self._at_experts * _WIDTH + 1] = may_run and not (
+                self.router._forward_hooks and watchers(self.router)
+            )
         return steps
 
     def take(self, step: int, kwargs: dict[str, Any]) -> None:
@@ -218,7 +222,7 @@ class LayerProgram(LayerGraphs):
         else:
             at = self._at
             args, named = at.routed[:2]
-            for place, part in zip(at.routed[2], self._router.forward(*args, **named), strict=True):
+            for place, part in zip(at.routed[2], self.router.forward(*args, **named), strict=True):
                 place.copy_(part)
 
     def take_back(self, kwargs: dict[str, Any]) -> None:
@@ -250,6 +254,8 @@ class LayerProgram(LayerGraphs):
             self._chosen = runtime.chosen_experts(self._layer, *at.chosen, at.mixed)
         dtype = kernels.dtypes[at.query.dtype]
         attend = _step("attention", (dtype, *asks), is_ready=False)
+        if self._chosen is not None:
+            self._ran: RanStep = self._layer, *at.chosen[:2], at.mixed, self._chosen.numbers
         mix = _step("experts", () if self._chosen is None else (dtype, self._chosen.address), is_ready=False)
         self._at_attention, self._at_experts = len(before.steps), len(before.steps) + 1 + len(between.steps)
         starts = (0, before), (self._at_attention + 1, between), (self._at_experts + 1, behind)
@@ -260,6 +266,37 @@ class LayerProgram(LayerGraphs):
         kept = {part.buffer_info()[0]: part for part in before.kept if isinstance(part, array)}
         self._projected = kept[calls[0]] if len(calls) == 1 else None
         return self._steps
+
+    def _goes_on(self, kwargs: dict[str, Any]) -> bool:
+        """Have attention run where only the number of tokens is other than for the last one; whether it does."""
+        row, cache, layer = self._row, kwargs.get(CACHE), self._attention.layer_idx
+        kept = None if row is None or kwargs.get("attention_mask") is not None else row.kept()
+        if (
+            row is None
+            or kept is None
+            or type(cache) is not DynamicCache
+            or cache.offloading
+            or layer >= len(cache.layers)
+            or cache.layers[layer] is not kept
+            or object.__getattribute__(self._attention.config._expertly_config, "_attn_implementation") != "sdpa"
+            or ALL_ATTENTION_FUNCTIONS["sdpa"] is not row.attention
+        ):
+            return False
+        (keys, values), first, second = kept._expertly_rooms, row.memories[0](), row.memories[1]()
+        if first is None or keys.memory is not first or values.memory is not second:
+            return False
+        if kept.keys is not keys.handed_out or kept.values is not values.handed_out:
+            return False
+        past = kept.keys.shape[2]
+        if past >= first.shape[2]:
+            return False
+        kept.keys = keys.handed_out = first.narrow(2, 0, past + 1)
+        kept.values = values.handed_out = second.narrow(2, 0, past + 1)
+        assert self._projected is not None
+        for number, (address, nbytes) in enumerate(row.places):
+            self._projected[number - 7] = address + past * nbytes
+        self._asked[4] = self._asked[28] = past + 1
+        return True
 
     def _place(self, kwargs: dict[str, Any]) -> bool:
         """Have attention run where the KV cache has room for the tokens and nobody asks for what the kernel is not;
@@ -301,7 +338,21 @@ class LayerProgram(LayerGraphs):
         put_into(projected, room, first, factors)
         if room is not None:
             point_at(self._asked, keys, values, mask, kernels.dtypes, positions, factors)
+        is_last = usual is not None and room is not None and mask is None and positions is None and num_tokens == 1
+        self._row = _LastRow(cache.layers[layer], usual) if cache is not None and is_last else None
         return room is not None
+
+
+class _LastRow:
+    """Where a token's keys and values went that saw all tokens: those of the next one go into the row behind. It keeps
+    no cache alive.
+    """
+
+    def __init__(self, kept: Any, attention: Any) -> None:
+        """`kept`: a RoomyLayer; `attention`: of transformers, which is native."""
+        memories = [room.memory for room in kept._expertly_rooms]
+        self.kept, self.attention, self.memories = ref(kept), attention, [ref(memory) for memory in memories]
+        self.places = [(memory.data_ptr(), memory.stride(2) * memory.element_size()) for memory in memories]
 
 
 def run_programs(
@@ -319,12 +370,14 @@ def run_programs(
     step, num_further = kernels.run_program(steps[0], 0, last)
     while True:
         is_end = number + num_further == last and step == end
+        ran = []
         for program in programs[number : number + num_further + is_end]:
-            at, chosen = program._at, program._chosen
-            if program._ran_mixed and chosen is not None:
-                runtime.ran(program._layer, at.chosen[0], at.chosen[1], at.mixed, *chosen.numbers[-2:])
+            if program._ran_mixed:
+                ran.append(program._ran)
             kernels.num_programs += 1
             kernels.num_attention += program._is_attended
+        if ran:
+            runtime.ran(ran)
         if is_end:
             return programs[last]._at.out.clone()  # type: ignore[no-any-return]
         number += num_further

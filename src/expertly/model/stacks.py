@@ -11,15 +11,16 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from expertly.model.graphs import NUM_COMPARED, Forms, looks_up
-from expertly.model.hooks import look_alike, original_of, watchers
+from expertly.model.graphs import NUM_COMPARED, Forms, are_ours, looks_up
+from expertly.model.hooks import CACHE, AsTried, look_alike, original_of, watchers
 from expertly.model.programs import LayerProgram, run_programs
 
 _NAMES = {"config", "num_hidden_layers", "layer_types", "sliding_window", "embedding_multiplier"}
@@ -66,6 +67,7 @@ class Stack:
         self.code = code
         self._num_seen = 0  # tokens that were passed on as they should
         self._is_known = True  # none was not
+        self._lines: dict[Any, _KnownStack] = {}  # by the kind of call
         self._linked: dict[LayerProgram, LayerProgram] = {}  # which goes on with which
 
     def stand_ins(self, layers: list[nn.Module]) -> Iterator[Callable[..., Any]]:
@@ -83,14 +85,14 @@ class Stack:
         self._is_known &= not args and (not number or hidden is outputs.pop())
         outputs.append(layers[number](hidden, *args, **kwargs))
         if number == len(layers) - 1:
-            self._num_seen += _are_few(hidden)
+            self._num_seen += hidden.shape[0] == 1 and hidden.shape[1] <= LayerProgram.most_tokens
         return outputs[0]
 
     def _call(
         self, layers: list[nn.Module], calls: list[dict[str, Any]], number: int, hidden: torch.Tensor, **kwargs: Any
     ) -> Any:
         """`calls`: what the layers before were called with."""
-        if not _are_few(hidden):
+        if hidden.shape[0] != 1 or hidden.shape[1] > LayerProgram.most_tokens:
             return layers[number](hidden, **kwargs)
         calls.append(kwargs)
         if number < len(layers) - 1:
@@ -105,34 +107,69 @@ class Stack:
     def _programs(
         self, layers: list[nn.Module], hidden: torch.Tensor, calls: list[dict[str, Any]]
     ) -> list[LayerProgram] | None:
-        """Those of all layers, which go on with each other; None where a layer is to be called as it is, where one is
-        there twice, and where they have not all the same angles, of which there is room for those of one.
-        """
-        programs: list[LayerProgram] = []
-        for layer, kwargs in zip(layers, calls, strict=True):
-            state = vars(layer)
-            forms: Forms | None = state.get("_expertly_graphs")
-            program: Any = None if forms is None else forms.of(layer, hidden, kwargs)
-            if (
-                program is None
-                or kwargs.get("position_embeddings") is not calls[0].get("position_embeddings")
-                or program.num_compared < NUM_COMPARED
-                or (state["_forward_hooks"] and watchers(layer))
-                or state["_forward_pre_hooks"]
-                or "forward" in state
-                or not program.takes(layer, hidden, kwargs)
-            ):
+        """Those of all layers, which go on with each other; None where a layer is to be called as it is."""
+        kind = hidden.shape[1], *calls[0]
+        line = self._lines.get(kind)
+        if line is None or not line.takes(layers, hidden, calls):
+            self._lines.pop(kind, None)
+            programs = _found(layers, hidden, calls)
+            if programs is None:
                 return None
-            programs.append(program)
-        if len(set(programs)) < len(programs):
-            return None
-        for program, following in pairwise(programs):
+            self._lines[kind] = line = _KnownStack(layers, programs, calls)
+        for program, following in pairwise(line.programs):
             if self._linked.get(program) is not following:
                 if not program.goes_on_with(following):
                     return None
                 self._linked[program] = following
-        return programs
+        return line.programs
 
 
-def _are_few(hidden: torch.Tensor) -> bool:
-    return hidden.shape[0] == 1 and hidden.shape[1] <= LayerProgram.most_tokens
+class _KnownStack:
+    """The programs of all layers for one kind of call, which were found to do what the layers do."""
+
+    def __init__(self, layers: list[nn.Module], programs: list[LayerProgram], calls: list[dict[str, Any]]) -> None:
+        self.programs = programs
+        self._layers, self._names = layers, [call.keys() for call in calls]
+        self._routers = [vars(program.router) for program in programs]
+        self._tried = AsTried(nn.ModuleList(layers), observed=[program.router for program in programs])
+
+    def takes(self, layers: list[nn.Module], hidden: torch.Tensor, calls: list[dict[str, Any]]) -> bool:
+        """Whether this is such a call, and the layers are as they were."""
+        first, cache, angles = calls[0], calls[0].get(CACHE), calls[0].get("position_embeddings")
+        return (
+            len(layers) == len(self._layers)
+            and all(map(is_, layers, self._layers))
+            and self.programs[0].takes_call(hidden, first)
+            and list(map(dict.keys, calls)) == self._names
+            and all(map(is_, map(dict.get, calls, repeat(CACHE)), repeat(cache)))
+            and all(map(is_, map(dict.get, calls, repeat("position_embeddings")), repeat(angles)))
+            and not any(map(_IS_TRAINING, layers))
+            and all(map(are_ours, filter(None, map(dict.get, self._routers, repeat("_forward_hooks")))))
+            and self._tried.holds()
+        )
+
+
+_IS_TRAINING = attrgetter("training")
+
+
+def _found(layers: list[nn.Module], hidden: torch.Tensor, calls: list[dict[str, Any]]) -> list[LayerProgram] | None:
+    """The programs of all layers; None where a layer is to be called as it is, where one is there twice, and where they
+    have not all the same angles, of which there is room for those of one.
+    """
+    programs: list[LayerProgram] = []
+    for layer, kwargs in zip(layers, calls, strict=True):
+        state = vars(layer)
+        forms: Forms | None = state.get("_expertly_graphs")
+        program: Any = None if forms is None else forms.of(layer, hidden, kwargs)
+        if (
+            program is None
+            or kwargs.get("position_embeddings") is not calls[0].get("position_embeddings")
+            or program.num_compared < NUM_COMPARED
+            or (state["_forward_hooks"] and watchers(layer))
+            or state["_forward_pre_hooks"]
+            or "forward" in state
+            or not program.takes(layer, hidden, kwargs)
+        ):
+            return None
+        programs.append(program)
+    return programs if len(set(programs)) == len(programs) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import repeat
 from operator import add
 
@@ -166,6 +166,28 @@ class Scheduler:
                 self.keep_best()
             if self.cache.targets is not None:
                 self.cache.rearrange(self.upcoming())
+
+    def ran(self, layers: Iterable[tuple[int, Sequence[int], int]]) -> int:
+        """A token in decode ran through these layers before anybody was asked: with experts that are all there, and in
+        so many nanoseconds. Counts it as `begin_layer` and `end_layer` do, up to a layer for which these have something
+        to decide. Returns how many layers were counted.
+        """
+        cache, num_ran = self.cache, 0
+        decides = self.predicts or self.keeps_best or self.allocation.is_online
+        for layer, experts, expert_ns in layers:
+            num, partition = len(experts), cache.partitions[layer]
+            pool = partition.pool
+            if decides or pool.num_free + pool.num_kept < pool.num_slots or len(set(experts)) < num:
+                break
+            cache.is_decoding = True
+            counters, nbytes = cache.counters[layer].decode, num * cache.num_parts * self.geometry.unit_nbytes[layer]
+            counters.hits += num
+            counters.demanded_nbytes += nbytes
+            counters.hit_nbytes += nbytes
+            counters.expert_ns += expert_ns
+            partition.policy.used(list(map(add, experts, repeat(self.geometry.first_ids[layer]))), [1] * num, 1)
+            num_ran += 1
+        return num_ran
 
     def abandon(self) -> None:
         """The layer failed and no transfer runs: forget what was in flight and free its slots."""
