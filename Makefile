@@ -35,7 +35,7 @@ help:
 	@echo "make setup   make $(VENV) with expertly and its development tools in it"
 	@echo "make triton  the tests of the kernels over slots, in Triton's interpreter and compiler; no GPU is needed"
 	@echo "make test-arm    tests of the compiled code with code for aarch64, in an emulator"
-	@echo "make clients the openai, anthropic, instructor and openai-agents packages against the server"
+	@echo "make clients six packages of clients against the server"
 	@echo "make format  rewrite the code as 'make lint' wants it"
 	@echo "make docs    write the tables of README and docs/ from bench/results, and the site into site/"
 	@echo "make dist    the wheels and the source distributions of expertly and expertly-lab, in dist/"
@@ -104,7 +104,7 @@ $(TRITON_STAMP): $(STAMP)
 triton: $(TRITON_STAMP)
 	PYTHONPATH=$(abspath $(VENV)/triton) $(PYTEST) tests/native/test_triton.py
 
-# In an environment of their own, which takes less than a minute to make.
+# In two environments of their own, each of which takes less than a minute to make.
 clients: $(STAMP)
 	$(BIN)/python bench/clients.py --quick --venv build/clients
 
