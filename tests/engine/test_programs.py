@@ -141,6 +141,10 @@ def test_a_cache_that_grows_is_cropped_or_copied(cases: Cases) -> None:
             assert not torch.allclose(other, same)
             cache.crop(-1)
             torch.testing.assert_close(step(tokens[1], cache), expected[1], rtol=1e-3, atol=1e-3)
+        caches = list(map(weakref.ref, (cache, *cache.layers)))
+        del cache, twin
+        gc.collect()
+        assert not any(cache() for cache in caches), "programs keep none"
 
 
 def test_a_router_that_cannot_tell_is_torchs(cases: Cases) -> None:
@@ -191,6 +195,10 @@ def test_changes_and_hooks_are_heeded(cases: Cases) -> None:
         for block in blocks:
             del block.forward
         norm = model.model.layers[1].input_layernorm
+        before = vars(norm)
+        object.__setattr__(norm, "__dict__", before | {"forward": norm.forward})
+        assert num_same() == 2, "all that a module has"
+        object.__setattr__(norm, "__dict__", before)
         model.model.layers[1].input_layernorm = copy.deepcopy(norm)
         assert num_same() == 2, "another module"
         model.model.layers[1].input_layernorm = norm

@@ -67,7 +67,7 @@ class Stack:
         self.code = code
         self._num_seen = 0  # tokens that were passed on as they should
         self._is_known = True  # none was not
-        self._lines: dict[Any, _KnownStack] = {}  # by the kind of call
+        self._known: dict[Any, _KnownStack] = {}  # by the kind of call
         self._linked: dict[LayerProgram, LayerProgram] = {}  # which goes on with which
 
     def stand_ins(self, layers: list[nn.Module]) -> Iterator[Callable[..., Any]]:
@@ -109,27 +109,29 @@ class Stack:
     ) -> list[LayerProgram] | None:
         """Those of all layers, which go on with each other; None where a layer is to be called as it is."""
         kind = hidden.shape[1], *calls[0]
-        line = self._lines.get(kind)
-        if line is None or not line.takes(layers, hidden, calls):
-            self._lines.pop(kind, None)
+        known = self._known.get(kind)
+        if known is None or not known.takes(layers, hidden, calls):
+            self._known.pop(kind, None)
             programs = _found(layers, hidden, calls)
             if programs is None:
                 return None
-            self._lines[kind] = line = _KnownStack(layers, programs, calls)
-        for program, following in pairwise(line.programs):
+            self._known[kind] = known = _KnownStack(layers, programs, calls)
+        for program, following in pairwise(known.programs):
             if self._linked.get(program) is not following:
                 if not program.goes_on_with(following):
                     return None
                 self._linked[program] = following
-        return line.programs
+        return known.programs
 
 
 class _KnownStack:
-    """The programs of all layers for one kind of call, which were found to do what the layers do."""
+    """The programs of all layers for one kind of call, which were found to do what the layers do, and how the
+    layers were then.
+    """
 
     def __init__(self, layers: list[nn.Module], programs: list[LayerProgram], calls: list[dict[str, Any]]) -> None:
         self.programs = programs
-        self._layers, self._names = layers, [call.keys() for call in calls]
+        self._layers, self._names = layers, list(map(set, calls))
         self._routers = [vars(program.router) for program in programs]
         self._tried = AsTried(nn.ModuleList(layers), observed=[program.router for program in programs])
 
