@@ -356,7 +356,7 @@ CASES: dict[str, Case] = {
     "granitemoe, shared": Case(
         "granitemoe", "granitemoeshared", _GRANITE_FIELDS | {"shared_intermediate_size": 64}, **_GRANITE
     ),
-    "dots1": Case("dots1", "dots1", metadata=lambda config: {"expert_gating_func": 2}),
+    "dots1": Case("dots1", "dots1", {"num_key_value_heads": 4}, metadata=lambda config: {"expert_gating_func": 2}),
     "ernie4_5": Case(
         "ernie4_5-moe",
         "ernie4_5_moe",
@@ -364,7 +364,7 @@ CASES: dict[str, Case] = {
             "interleave_moe_layer_step": config.moe_layer_interval,
             "leading_dense_block_count": config.moe_layer_start_index,
             "expert_shared_count": config.moe_num_shared_experts,
-            "expert_shared_feed_forward_length": 16,  # as it is written, and of no use
+            "expert_shared_feed_forward_length": config.moe_intermediate_size,
         },
         tensors={"e_score_correction_bias": "exp_probs_b.bias"},
     ),

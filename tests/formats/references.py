@@ -75,8 +75,8 @@ def assert_computes(
     return said
 
 
-def assert_is_the_same(path: Path, reference: Any, store: Path, near: float = 1e-4) -> None:
-    """Logits of prompts and of decode steps, and greedy tokens, are the reference's."""
+def assert_is_the_same(path: Path, reference: Any, store: Path, near: float = 1e-4) -> list[int]:
+    """Logits of prompts and of decode steps, and greedy tokens, are the reference's. Returns these."""
     prompts = make_prompts(1, length=40)
     logits, tokens = logits_of(reference, prompts), generate(reference, prompts)
     steps = decoded(reference, prompts[0], tokens[0])
@@ -84,6 +84,7 @@ def assert_is_the_same(path: Path, reference: Any, store: Path, near: float = 1e
         assert generate(model, prompts) == tokens
         for made, expected in ((logits_of(model, prompts), logits), (decoded(model, prompts[0], tokens[0]), steps)):
             torch.testing.assert_close(made, expected, rtol=1e-4, atol=near * logits.abs().max())
+    return tokens[0]
 
 
 def decoded(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
