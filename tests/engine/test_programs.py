@@ -141,10 +141,6 @@ def test_a_cache_that_grows_is_cropped_or_copied(cases: Cases) -> None:
             assert not torch.allclose(other, same)
             cache.crop(-1)
             torch.testing.assert_close(step(tokens[1], cache), expected[1], rtol=1e-3, atol=1e-3)
-        caches = list(map(weakref.ref, (cache, *cache.layers)))
-        del cache, twin
-        gc.collect()
-        assert not any(cache() for cache in caches), "programs keep none"
 
 
 def test_a_router_that_cannot_tell_is_torchs(cases: Cases) -> None:
@@ -498,11 +494,18 @@ def test_a_program_that_gives_other_numbers_is_not_used(cases: Cases, monkeypatc
         assert stopped == "other numbers than the layer's own (3 layers)"
 
 
-def test_layers_are_freed_with_their_model(cases: Cases) -> None:
+def test_programs_keep_neither_caches_nor_layers_alive(cases: Cases) -> None:
     case = cases["qwen3_moe"]
     with loaded(case.store) as model:
-        generate(model, case.prompts[:1])
+        with torch.no_grad():
+            cache = model(torch.tensor(case.prompts[:1]), use_cache=True).past_key_values
+            for token in case.tokens[0]:
+                model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
         assert num_run(model) > 0
+        caches = list(map(weakref.ref, (cache, *cache.layers)))
+        del cache
+        gc.collect()
+        assert not any(cache() for cache in caches)
         layers = [weakref.ref(layer) for layer in model.model.layers]
     del model
     gc.collect()
