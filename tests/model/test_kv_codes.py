@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 import expertly
 from expertly.core.errors import ConfigError
 from expertly.engine.memory import kv_cache_nbytes
+from expertly.model import dense, kv_codes
 from expertly.model.hooks import CACHE
 from expertly.model.kv_codes import NUM_TOKENS, decoded, encoded
 from expertly.model.turns import kind_of_pages
@@ -172,6 +173,25 @@ def test_pages_of_codes_are_read_where_they_lie(tmp_path: Path) -> None:
             kernels = expertly.stats(model).as_dict()["kernels"]
             counts.append((kernels["attention"], kernels["programs"]))
     assert counts[0] == counts[1] and counts[1][1] > 20
+
+
+@pages_of_codes
+def test_a_window_of_codes_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a prompt is read, whoever asks makes numbers of no code: alone and side by side."""
+    with loaded(make_checkpoint("gpt_oss", tmp_path / "model")) as model:
+        cache = DynamicCache(config=model.config)
+        logits_by(model, cache, [drawn(30, 1)])
+
+        def forbid(number: int) -> None:
+            for module in (kv_codes, dense) if number == 2 else ():
+                monkeypatch.setattr(module, "decoded", None)
+
+        with closing(Passes(model, num_pages=40)) as made:
+            made.before = forbid
+            for name in ("first", "second"):
+                made.ask(name, drawn(30, 2), 6)
+            made.wait()
+        logits_by(model, cache, [[token] for token in drawn(6, 3)])
 
 
 @pages_of_codes

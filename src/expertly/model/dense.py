@@ -453,14 +453,15 @@ def keep(
     without copying them, all of the cache, and as further arguments of `_attention` which those are, and how they are
     kept. `kwargs`: of attention, which a paged cache changes.
     """
-    kept = paged(cache, layer, key, kwargs)
+    kept, factors = paged(cache, layer, key, kwargs), factors_of(cache, layer)
+    if factors is not None and key.is_cpu and factors.shape == (key.shape[1], key.shape[3]):
+        key, value = kernels.encode(key, factors), kernels.encode(value)
+    else:
+        factors = None
     if kept is None:
         of_paged = {"kwargs": kwargs} if CACHE == "cache" else {}
-        return *cache.update(key, value, layer, **of_paged), {}
+        return *cache.update(key, value, layer, **of_paged), {} if factors is None else {"factors": factors}
     keys, values, write, read = kept
-    factors = factors_of(cache, layer)
-    if factors is not None:
-        key, value = kernels.encode(key, factors), kernels.encode(value)
     for memory, new in ((keys, key), (values, value)):
         memory[0].index_copy_(1, write, new[0])
     return keys, values, {"positions": read, "factors": factors}

@@ -467,7 +467,8 @@ def factors_of(cache: Any, layer: int) -> torch.Tensor | None:
     allocator = getattr(cache, "layer_to_allocator", {}).get(layer)
     if allocator is not None:
         return vars(allocator).get("_expertly_factors", {}).get(layer)  # type: ignore[no-any-return]
-    return getattr(cache.layers[layer], "_expertly_factors", None)
+    layers = getattr(cache, "layers", ())
+    return getattr(layers[layer], "_expertly_factors", None) if layer < len(layers) else None
 
 
 # -- the rows of a pass ------------------------------------------------------------------------------------------------

@@ -108,13 +108,15 @@ class KeyFactors(LearnedState):
 
 
 def _coded(update: Callable[..., Any], factors_for: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """An `update` of keys and values that keeps their codes, and gives all as numbers. `factors_for`: of what it is
-    called with, keys' factors.
+    """An `update` of keys and values that keeps their codes, and gives all as numbers; of codes, as codes.
+    `factors_for`: of what it is called with, keys' factors.
     """
 
     def coded(
         self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if key_states.dtype == torch.uint8:
+            return update(self, key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         factors = factors_for(self, *args)
         keys, values = update(self, encoded(key_states, factors), encoded(value_states), *args, **kwargs)
         return decoded(keys, key_states.dtype, factors), decoded(values, value_states.dtype)
