@@ -18,7 +18,7 @@ from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.messages import Span
 from expertly.core.resources import cpu_name
 from expertly.engine.device import kind_of
-from expertly.model.hooks import experts_modules
+from expertly.model.hooks import RanStep, experts_modules
 from expertly.model.playing import forward
 from expertly.model.structure import dense_shape
 from expertly_lab.sim.hardware import Hardware
@@ -158,9 +158,10 @@ class Measurement:
             times_ns.append(time.perf_counter_ns())
             return out
 
-        def by_itself(*layer: Any) -> None:
-            times_ns.extend(layer[-2:])
-            ran(*layer)
+        def by_itself(layers: Sequence[RanStep]) -> None:
+            for *_, clock in layers:
+                times_ns.extend(clock[-2:])
+            ran(layers)
 
         engine.forward_experts, engine.ran = noted, by_itself
         try:
