@@ -1,31 +1,42 @@
 """A real model's shape and a real model's routing, with random bytes of experts, through the engine.
 
     python bench/real_shape.py [--model gpt-oss-20b] [--shares 50%,6GiB] [--systems lru,expertly] [--requests 4]
-                               [--tokens 48] [--out FILE] [--routing FOLDER] [--dtype bfloat16]
+                               [--tokens 48] [--out FILE] [--routing FOLDER] [--dtype bfloat16] [--disk 60GiB]
 
-A checkpoint of exactly the geometry of `--model` (bench/models) is made once in $EXPERTLY_BENCH_DIR and packed:
-gpt-oss-20b with 24 layers x 32 experts of 13.2 MB in MXFP4, Qwen3-30B-A3B with 48 x 128 of 2.4 MB in INT4 (groups of
-128). What its routers choose is replaced, token by token, by what the released gpt-oss-20b chose (--routing, default
+A checkpoint of exactly the geometry of `--model` (bench/models), in the format that it ships in, is made once in
+$EXPERTLY_BENCH_DIR and packed: gpt-oss-20b with 24 layers x 32 experts of 13.2 MB in MXFP4, Qwen3-30B-A3B with 48 x 128
+of 2.4 MB in INT4 (groups of 128), GLM-4.5-Air with 45 x 128 of 35 MB and the text part of Qwen3.8-Flash-Next with 48 x
+512 of 9.8 MB in bfloat16, DeepSeek-V4-Flash with 43 x 256 of 13.4 MB in FP4. Where checkpoint and store take more than
+`--disk` it has the first layers only, as many as fit, and that share of the rows of n-gram tables; all rows say so.
+
+What routers choose is replaced, token by token, by what the released gpt-oss-20b chose (--routing, default
 $EXPERTLY_TEST_DATA/routing/gpt_oss_20b: sequences without repetitions, the first tokens of each as the prompt), so that
 hit rates, bytes and speed are those of the real model, while the text is nonsense. Of Qwen3-30B-A3B no routing is at
 hand: each quarter of a layer's experts plays the two best of gpt-oss-20b's choices in a sequence and layer of its own.
-Without that folder experts are drawn at random, some more often than others (Zipf), and the rows say "synthetic".
+Without that folder experts are drawn at random, some more often than others (Zipf), and the rows say "synthetic". The
+routers of the three others choose by themselves, with random weights, and the rows say so.
 
 Each system runs in a process of its own, in a memory cgroup of dense part + experts' share + 1 GiB, or of the size that
 stands in place of a share (6GiB); the first request only fills caches. A router that is asked early (`expertly-ahead`)
 names what was recorded, each expert with the accuracy .905 that ProMoE measured, and the row says "modelled". `floor`:
 the larger of the time of computing when all experts are resident and of Belady's bytes at the disk's rate, both
-measured in the same run.
+measured in the same run; where routers choose by themselves, the former.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
+import math
 import os
 import statistics
+import tempfile
 import threading
 import time
+from bisect import bisect_right
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +44,6 @@ import numpy as np
 import expertly  # isort: skip  (before torch: how its threads wait)
 import torch
 from common import GIB, ROOT, bench_folder, child, memory_cgroup, options, print_report, run
-from safetensors.torch import save_file
 
 from expertly.model.playing import forward
 
@@ -53,6 +63,14 @@ INT4 = {
 }
 DATA = Path(os.environ.get("EXPERTLY_TEST_DATA", ROOT.parent / "shared" / "data"))
 ROUTING = DATA / "routing" / "gpt_oss_20b"
+FEWEST_LAYERS = {
+    **dict.fromkeys(("gpt-oss-20b", "Qwen3-30B-A3B", "GLM-4.5-Air"), 2),
+    "Qwen3.8-Flash-Next": 4,
+    "DeepSeek-V4-Flash": 5,
+}
+"""With which a model has layers of each kind."""
+PLAYED = ("gpt-oss-20b", "Qwen3-30B-A3B")
+"""Models whose routers choose what was recorded."""
 PROMPT_TOKENS = 16
 BESIDE_NBYTES = GIB
 ACCURACY = 0.905
@@ -64,56 +82,119 @@ def work_folder(model: str = "gpt-oss-20b") -> Path:
 
 # -- the model ---------------------------------------------------------------------------------------------------------
 
+Stored = dict[str, tuple[str, tuple[int, ...], np.ndarray]]
+"""Tensors by name: dtype, shape, and what its bytes are, again and again."""
+_DICE = np.random.default_rng(0)
+_NOISE = torch.from_numpy(_DICE.standard_normal(1 << 20).astype(np.float32)) * 0.02
+
+
+def _bytes(values: torch.Tensor) -> np.ndarray:
+    return values.contiguous().view(torch.uint8).numpy()
+
+
+NOISE, NEAR_1, CODES = _bytes(_NOISE.bfloat16()), _bytes(1 + _NOISE.bfloat16()), _DICE.bytes(1 << 20)
+CODES, EXPONENTS = np.frombuffer(CODES, np.uint8), _DICE.integers(116, 121, 1 << 20, np.uint8)
+FP8 = _bytes((_NOISE * 50).to(torch.float8_e4m3fn))
+
+
+def config_of(model: str, num_layers: int | None = None) -> dict[str, Any]:
+    """Of the first layers."""
+    config = json.loads((MODELS / model / "config.json").read_text())
+    whole = config["num_hidden_layers"]
+    num = num_layers or whole
+    config = {key: value[:num] if isinstance(value, list) and len(value) == whole else value
+              for key, value in config.items()} | {"num_hidden_layers": num}  # fmt: skip
+    if "ngram_vocab_size_base" in config:
+        config["ngram_vocab_size_base"] = config["ngram_vocab_size_base"] * num // whole
+    return config
+
+
+def tensors_of(config: dict[str, Any], folder: Path) -> dict[str, Stored]:
+    """Of a checkpoint, by shard: one for each layer, and "rest". Writes the config into the folder."""
+    from expertly.model.structure import build_meta_model
+
+    folder.mkdir(parents=True, exist_ok=True)
+    is_int4, shards = config["model_type"] == "qwen3_moe", dict[str, Stored]()
+    (folder / "config.json").write_text(json.dumps(config))
+    model: Any = build_meta_model(folder, torch.bfloat16)
+    for name, tensor in model.state_dict().items():
+        parts = name.split(".")
+        shard = shards.setdefault(parts[2] if parts[1] == "layers" else "rest", {})
+        path, _, last = name.rpartition(".")
+        if path.endswith(".ple_embedding") and not tensor.is_floating_point():
+            known = vars(model.get_submodule(path)).get(last.replace("ngram_heads", "head"))
+            values = np.arange(1, 2 * len(tensor), 2) if known is None else np.array(known)
+            shard[name] = "I64", tuple(tensor.shape), values.view(np.uint8)
+        else:
+            shard |= stored(name, tuple(tensor.shape), tensor.dtype, config)
+    (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": INT4} if is_int4 else {})))
+    return shards
+
+
+def stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, config: dict[str, Any]) -> Stored:
+    """How a parameter lies in the released checkpoint."""
+    kind = config["model_type"]
+    is_experts = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    if is_experts and kind == "gpt_oss":
+        of_blocks = (shape[0], shape[2], shape[1] // 32)
+        return {f"{name}_blocks": ("U8", (*of_blocks, 16), CODES), f"{name}_scales": ("U8", of_blocks, EXPONENTS)}
+    if is_experts and kind == "qwen3_moe":
+        return int4_experts(name, shape)
+    if is_experts and kind == "deepseek_v4":
+        *lead, columns = shape
+        scales = "U8", (*lead, columns // 32), EXPONENTS
+        return {name: ("I8", (*lead, columns // 2), CODES), f"{name}_scale_inv": scales}
+    if kind == "deepseek_v4" and name.endswith("_proj.weight") and not any(size % GROUP for size in shape):
+        small = np.array([0.02], np.float32).view(np.uint8)
+        blocks = tuple(size // GROUP for size in shape)
+        return {name: ("F8_E4M3", shape, FP8), f"{name}_scale_inv": ("F32", blocks, small)}
+    if not dtype.is_floating_point:  # experts of tokens
+        return {name: ("I64", shape, _DICE.integers(0, config["n_routed_experts"], 1 << 17).view(np.uint8))}
+    return {name: ("BF16", shape, NEAR_1 if "norm" in name else NOISE)}
+
+
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * {"I64": 8, "F32": 4, "I32": 4, "BF16": 2}.get(dtype, 1)
+
+
+def checkpoint_nbytes(model: str, folder: Path, num_layers: int) -> int:
+    shards = tensors_of(config_of(model, num_layers), folder)
+    return sum(nbytes_of(dtype, shape) for shard in shards.values() for dtype, shape, _ in shard.values())
+
 
 def make_checkpoint(folder: Path, num_layers: int | None = None, model: str = "gpt-oss-20b") -> None:
     """A shard a layer, of random numbers; finished where its index is there. `num_layers`: of all, so many."""
-    from expertly.model.structure import build_meta_model
-
     if (folder / "model.safetensors.index.json").exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    config = json.loads((MODELS / model / "config.json").read_text())
-    config["num_hidden_layers"] = num_layers or config["num_hidden_layers"]
-    (folder / "config.json").write_text(json.dumps(config))
-    state = build_meta_model(folder, torch.bfloat16).state_dict()
-    if config["model_type"] == "qwen3_moe":
-        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": INT4}))
-    shards: dict[str, list[str]] = {}
-    for name in state:
-        parts = name.split(".")
-        shards.setdefault(parts[2] if parts[1] == "layers" else "rest", []).append(name)
-    weight_map, dice = {}, torch.Generator().manual_seed(0)
-    for shard, names in shards.items():
-        tensors: dict[str, torch.Tensor] = {}
-        for name in names:
-            shape = tuple(state[name].shape)
-            if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                noise = torch.randn(shape, generator=dice) * 0.02
-                tensors[name] = (1 + noise if "norm" in name else noise).bfloat16()
-            elif config["model_type"] == "qwen3_moe":
-                tensors |= int4_experts(name, shape, dice)
-            else:
-                experts, columns, rows = shape
-                of_blocks = (experts, rows, columns // 32)
-                tensors[f"{name}_blocks"] = torch.randint(0, 256, (*of_blocks, 16), dtype=torch.uint8, generator=dice)
-                tensors[f"{name}_scales"] = torch.randint(116, 121, of_blocks, dtype=torch.uint8, generator=dice)
-        save_file(tensors, folder / f"model-{shard}.safetensors", {"format": "pt"})
+    weight_map = {}
+    for shard, tensors in tensors_of(config_of(model, num_layers), folder).items():
+        header, end = {}, 0
+        for name, (dtype, shape, _) in tensors.items():
+            begin, end = end, end + nbytes_of(dtype, shape)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        raw = json.dumps(header).encode()
+        with (folder / f"model-{shard}.safetensors").open("wb") as file:
+            file.write(len(raw).to_bytes(8, "little") + raw)
+            for dtype, shape, values in tensors.values():
+                nbytes = nbytes_of(dtype, shape)
+                for begin in range(0, nbytes, values.nbytes):
+                    file.write(values[: nbytes - begin].data)
         weight_map |= dict.fromkeys(tensors, f"model-{shard}.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def int4_experts(name: str, shape: tuple[int, ...], dice: torch.Generator) -> dict[str, torch.Tensor]:
+def int4_experts(name: str, shape: tuple[int, ...]) -> Stored:
     """The tensors of each expert, [rows, columns] of 4 bits with a scale a group, that transformers fuses to `name`."""
     stem, fused = name.rsplit(".", 1)
     parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else ("down_proj",)
-    rows, columns, found = shape[1] // len(parts), shape[2], {}
+    rows, columns, made = shape[1] // len(parts), shape[2], Stored()
     for expert in range(shape[0]):
         for part in parts:
-            words = torch.randint(-(1 << 31), 1 << 31, (rows, columns // 8), generator=dice)
-            found[f"{stem}.{expert}.{part}.weight_packed"] = words.int()
-            found[f"{stem}.{expert}.{part}.weight_scale"] = torch.full((rows, columns // GROUP), 0.004).bfloat16()
-            found[f"{stem}.{expert}.{part}.weight_shape"] = torch.tensor([rows, columns])
-    return found
+            path = f"{stem}.{expert}.{part}.weight"
+            made[f"{path}_packed"] = "I32", (rows, columns // 8), CODES
+            made[f"{path}_scale"] = "BF16", (rows, columns // GROUP), _bytes(torch.tensor([0.004]).bfloat16())
+            made[f"{path}_shape"] = "I64", (2,), np.array([rows, columns]).view(np.uint8)
+    return made
 
 
 # -- its routing -------------------------------------------------------------------------------------------------------
@@ -186,15 +267,17 @@ def play(arguments: dict[str, Any]) -> dict[str, Any]:
     model, _ = expertly.load(
         arguments["store"], memory=arguments["memory"], system=arguments["system"], device="cpu", verify="never",
     )  # fmt: skip
-    router, steps, first_token_s, before = Router(model), [], [], {}
-    requests, _ = recorded(
-        Path(arguments["routing"]), arguments["requests"] + 1, arguments["tokens"], arguments["model"]
-    )
+    steps, first_token_s, before = [], [], {}
+    asked = Path(arguments["routing"]), arguments["requests"] + 1, arguments["tokens"], arguments["model"]
+    is_played = arguments["model"] in PLAYED
+    requests = recorded(*asked)[0] if is_played else [np.zeros(PROMPT_TOKENS + asked[2])] * asked[1]
+    router: Any = Router(model) if is_played else SimpleNamespace()
+    num_words = min(150_000, model.config.vocab_size)
     with torch.no_grad():
         for number, chosen in enumerate(requests):
             if number == 1:
                 before = expertly.stats(model).as_dict()["phases"]["decode"]
-            ids = torch.randint(0, 150_000, (1, len(chosen)), generator=torch.Generator().manual_seed(number))
+            ids = torch.randint(0, num_words, (1, len(chosen)), generator=torch.Generator().manual_seed(number))
             router.chosen, start = chosen[:PROMPT_TOKENS], time.perf_counter()
             _, cache = forward(model, ids[:, :PROMPT_TOKENS], None)
             first_token_s.append(time.perf_counter() - start)
@@ -209,9 +292,9 @@ def play(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def belady_nbytes(requests: list[np.ndarray], capacity: int, num_experts: int, expert_nbytes: int) -> float:
-    """A token, of the decode steps after the first request; `num_experts` of a layer."""
-    from expertly_lab.sim.future import belady_hits
-
+    """A token, of the decode steps after the first request, at best: a cache that begins with what is needed soonest,
+    and keeps what is needed again soonest (Belady, 1966). `num_experts` of a layer.
+    """
     demands = [
         layer * num_experts + expert
         for request in requests[1:]
@@ -219,26 +302,50 @@ def belady_nbytes(requests: list[np.ndarray], capacity: int, num_experts: int, e
         for layer, row in enumerate(token)
         for expert in row.tolist()
     ]
-    num_tokens = sum(len(request) - PROMPT_TOKENS for request in requests[1:])
-    return (len(demands) - belady_hits(demands, capacity)) * expert_nbytes / num_tokens
+    following, next_use = [len(demands)] * len(demands), dict[int, int]()
+    for at in reversed(range(len(demands))):
+        following[at] = next_use.get(demands[at], len(demands))
+        next_use[demands[at]] = at
+    kept = dict(sorted(next_use.items(), key=lambda item: item[1])[:capacity])
+    latest, loads = [(-use, expert) for expert, use in kept.items()], 0
+    heapq.heapify(latest)
+    for expert, use in zip(demands, following, strict=True):
+        loads += expert not in kept
+        kept[expert] = use
+        heapq.heappush(latest, (-use, expert))
+        while len(kept) > capacity:
+            last, candidate = heapq.heappop(latest)
+            if kept.get(candidate) == -last:  # else the entry is from before it was needed again
+                del kept[candidate]
+    return loads * expert_nbytes / sum(len(request) - PROMPT_TOKENS for request in requests[1:])
 
 
 def main() -> None:
     args = options(
-        __doc__, model=("gpt-oss-20b", "Qwen3-30B-A3B"), shares="50%,25%", systems="lru,expertly", requests=4,
-        tokens=48, threads=2, routing=str(ROUTING), dtype=None, out=None,
+        __doc__, model=tuple(FEWEST_LAYERS), shares="50%,25%", systems="lru,expertly", requests=4,
+        tokens=48, threads=2, routing=str(ROUTING), dtype=None, disk="60GiB", out=None,
     )  # fmt: skip
     from expertly.core.resources import parse_memory
     from expertly.hardware.measure import measure_disk
     from expertly.model.packing import pack
     from expertly.store.packed import PackedStore
 
-    source = work_folder(args.model)
-    make_checkpoint(source, model=args.model)
+    every, fewest = config_of(args.model)["num_hidden_layers"], FEWEST_LAYERS[args.model]
+    with tempfile.TemporaryDirectory() as scratch:
+        size, room = partial(checkpoint_nbytes, args.model, Path(scratch)), parse_memory(args.disk, 0) // 2
+        num_layers = fewest + bisect_right(range(fewest, every + 1), room, key=size) - 1
+        if num_layers < fewest:
+            least = 2 * size(fewest) / GIB
+            raise SystemExit(f"--disk {args.disk}: {fewest} layers and their store take {least:.1f} GiB")
+    layers = f"{num_layers} of {every}"
+    source = work_folder(args.model if num_layers == every else f"{args.model}-{num_layers}-layers")
+    make_checkpoint(source, num_layers, args.model)
     folder = source.with_name(f"{source.name}-{args.dtype or 'released'}-store")
     is_packed = (folder / "manifest.json").exists()
     store = PackedStore.open(folder) if is_packed else pack(source, folder, args.dtype)
-    requests, origin = recorded(Path(args.routing), args.requests + 1, args.tokens, args.model)
+    requests, origin = [], "random weights"
+    if args.model in PLAYED:
+        requests, origin = recorded(Path(args.routing), args.requests + 1, args.tokens, args.model)
     layer = store.manifest.layers[0]
     disk = measure_disk(store.extents[0][0], 1 << 20, 4, 0.3).nbytes_per_s
     common = {"store": str(folder)} | {
@@ -247,13 +354,14 @@ def main() -> None:
     resident = child("real_shape.py", common | {"memory": "100%", "system": "resident"}, timeout=3600)
     floor_compute = statistics.median(resident["steps"])
     speed = {"tokens_per_s": 1 / floor_compute, "ttft_s": resident["ttft"]}
-    rows: list[dict[str, Any]] = [{"what": "all resident", **speed}]
+    rows: list[dict[str, Any]] = [{"what": "all resident", "layers": layers, **speed}]
     for share in args.shares.split(","):
         beside = store.dense_nbytes + BESIDE_NBYTES
         memory = parse_memory(share, store.experts_nbytes) - (0 if share.endswith("%") else beside)
         if memory < layer.expert_nbytes * 16:
             raise SystemExit(f"--shares {share}: beside experts the model takes {beside / GIB:.1f} GiB")
-        loads = belady_nbytes(requests, memory // layer.expert_nbytes, layer.num_experts, layer.expert_nbytes)
+        sizes = memory // layer.expert_nbytes, layer.num_experts, layer.expert_nbytes
+        loads = belady_nbytes(requests, *sizes) if requests else 0.0
         floor = max(floor_compute, loads / disk)
         for system in args.systems.split(","):
             settings = common | {"memory": memory, "system": system}
@@ -263,19 +371,25 @@ def main() -> None:
             rows.append(
                 {
                     "what": system,
+                    "layers": layers,
                     "memory": share,
                     "routing": origin + (", modelled ahead" if "-ahead" in system else ""),
                     "tokens_per_s": 1 / taken,
                     "hit_rate": found["hits"] / (found["hits"] + found["misses"]),
                     "mb_a_token": found["bytes_loaded"] / len(found["steps"]) / 1e6,
                     "prefetched_mb_a_token": found["prefetched_bytes"] / len(found["steps"]) / 1e6,
-                    "belady_mb_a_token": loads / 1e6,
+                    "belady_mb_a_token": loads / 1e6 if requests else None,
                     "floor_tokens_per_s": 1 / floor,
                     "of_floor": taken / floor,
                     "ttft_s": found["ttft"],
                 }
             )
-    common |= {"stored_as": store.manifest.stored_as, "experts_gib": store.experts_nbytes / GIB}
+    common |= {
+        "layers": layers,
+        "disk": args.disk,
+        "stored_as": store.manifest.stored_as,
+        "experts_gib": store.experts_nbytes / GIB,
+    }
     print_report("real_shape", rows, common | {"disk_gb_per_s": disk / 1e9, "kernels": resident["kernels"]}, args.out)
 
 
