@@ -290,7 +290,10 @@ def test_rows_of_n_grams_are_read_beside_the_layers_before(tmp_path: Path, monke
         with pytest.raises(KeyboardInterrupt):
             generate(model, prompts, 6)
         assert reads.num_running == 0
-        reads.lasts_s = 0
+        reads.lasts_s, reads.error = 0, errno.EIO
+        with pytest.raises(TransferError, match="Input"):
+            generate(model, prompts, 6)
+        reads.error = None
         assert generate(model, prompts, 6) == expected
 
 
