@@ -128,6 +128,7 @@ class _Shared:
         self.fixed: tuple[torch.Tensor, ...] = ()  # where graphs read the angles
         self._angles: Any = None  # which were copied there last
         self._of_kind: dict[Any, tuple[torch.Tensor, ...]] = {}
+        self.rows: Any = None  # of a paged cache, in this pass: see programs.py
 
     def keep(self, angles: Any) -> bool:
         """Have graphs of their kind read these angles."""

@@ -25,7 +25,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from expertly.model.dense import IDLE, is_native, is_native_mask, paged
 from expertly.model.graphs import LayerGraphs, use_graphs
 from expertly.model.hooks import CACHE, RanStep, Runtime, factors_of, places, watchers
-from expertly.native.kernels import STEPS, ChosenExperts, Kernels, UnsureError, double_bits, point_at, put_into
+from expertly.native.kernels import (
+    SEEN,
+    STEPS,
+    ChosenExperts,
+    Kernels,
+    UnsureError,
+    double_bits,
+    point_at,
+    put_into,
+    seen,
+)
 
 _aten = torch.ops.aten
 
@@ -192,6 +202,7 @@ class LayerProgram(LayerGraphs):
     _chosen: ChosenExperts | None = None
     _native_as: Any = None  # the attention of transformers that was native, whatever the mask
     _row: _LastRow | None = None
+    _page: _LastPage | None = None
     _is_attended = _ran_mixed = False  # whether the token's attention, its experts ran as steps
 
     def run(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -270,6 +281,8 @@ class LayerProgram(LayerGraphs):
     def _goes_on(self, kwargs: dict[str, Any]) -> bool:
         """Have attention run where only the number of tokens is other than for the last one; whether it does."""
         row, cache, layer = self._row, kwargs.get(CACHE), self._attention.layer_idx
+        if self._page is not None:
+            return self._goes_on_in(self._page, cache, kwargs)
         kept = None if row is None or kwargs.get("attention_mask") is not None else row.kept()
         if (
             row is None
@@ -298,11 +311,34 @@ class LayerProgram(LayerGraphs):
         self._asked[4] = self._asked[28] = past + 1
         return True
 
+    def _goes_on_in(self, page: _LastPage, cache: Any, kwargs: dict[str, Any]) -> bool:
+        """The same in a paged cache, whose layers are all asked for the same rows."""
+        if (
+            page.cache() is not cache
+            or kwargs.get("block_table") is not None
+            or object.__getattribute__(self._attention.config._expertly_config, "_attn_implementation") != "sdpa"
+            or ALL_ATTENTION_FUNCTIONS["sdpa"] is not page.attention
+        ):
+            return False
+        write, read = kwargs["write_index"][page.index], kwargs["read_index"][page.index]
+        mask, rows = kwargs.get("attention_mask"), self._shared.rows
+        if rows is None or write is not rows.write or read is not rows.read or mask is not rows.mask:
+            self._shared.rows = rows = _Rows.of(self._shared.kernels, self._at.query, write, read, mask)
+        if rows is None:
+            return False
+        for place, number in zip(SEEN, rows.seen, strict=True):
+            self._asked[place] = number
+        assert self._projected is not None
+        for number, (address, nbytes) in enumerate(page.places):
+            self._projected[number - 7] = address + rows.first * nbytes
+        return True
+
     def _place(self, kwargs: dict[str, Any]) -> bool:
         """Have attention run where the KV cache has room for the tokens and nobody asks for what the kernel is not;
         whether it does.
         """
-        projected, cache, mask = self._projected, kwargs.get(CACHE), kwargs.get("attention_mask")
+        cache: Any = kwargs.get(CACHE)
+        projected, mask = self._projected, kwargs.get("attention_mask")
         if projected is None:
             return False
         at, layer, num_tokens, positions = self._at, self._attention.layer_idx, self._at.hidden.shape[1], None
@@ -338,8 +374,9 @@ class LayerProgram(LayerGraphs):
         put_into(projected, room, first, factors)
         if room is not None:
             point_at(self._asked, keys, values, mask, kernels.dtypes, positions, factors)
-        is_last = usual is not None and room is not None and mask is None and positions is None and num_tokens == 1
-        self._row = _LastRow(cache.layers[layer], usual) if cache is not None and is_last else None
+        is_last = usual is not None and room is not None and cache is not None and num_tokens == 1
+        self._row = _LastRow(cache.layers[layer], usual) if is_last and mask is None and positions is None else None
+        self._page = _LastPage(cache, layer, usual) if is_last and positions is not None else None
         return room is not None
 
 
@@ -355,6 +392,34 @@ class _LastRow:
         self.places = [(memory.data_ptr(), memory.stride(2) * memory.element_size()) for memory in memories]
 
 
+class _LastPage:
+    """The same of a paged cache."""
+
+    def __init__(self, cache: Any, layer: int, attention: Any) -> None:
+        self.index, *memories = cache._expertly_views[layer]
+        self.cache, self.attention = ref(cache), attention
+        self.places = [(memory.data_ptr(), memory.stride(2) * memory.element_size()) for memory in memories]
+
+
+class _Rows:
+    """Of a paged cache's layers, what a pass with one token writes and reads, and its mask."""
+
+    @classmethod
+    def of(
+        cls, kernels: Kernels, query: torch.Tensor, write: torch.Tensor, read: torch.Tensor, mask: torch.Tensor | None
+    ) -> _Rows | None:
+        """None: the kernel is not for these."""
+        num_read = read.numel()
+        is_plain = write.numel() == 1 and num_read and read.dtype == torch.int64 and read.is_contiguous()
+        if not is_plain or not is_native_mask(kernels, query, mask, num_read):
+            return None
+        return cls(kernels, write, read, mask)
+
+    def __init__(self, kernels: Kernels, write: torch.Tensor, read: torch.Tensor, mask: torch.Tensor | None) -> None:
+        self.write, self.read, self.mask = write, read, mask
+        self.first, self.seen = int(write), seen(read.numel(), read, mask, kernels.dtypes)
+
+
 def run_programs(
     programs: Sequence[LayerProgram], hidden: torch.Tensor, calls: Sequence[dict[str, Any]]
 ) -> torch.Tensor:
@@ -364,6 +429,7 @@ def run_programs(
     first, last = programs[0], len(programs) - 1
     kernels, runtime = first._shared.kernels, first._experts._expertly_runtime
     first._at.hidden.copy_(hidden)
+    first._shared.rows = None
     may_run = runtime.may_run()
     steps = [program.prepare(kwargs, may_run) for program, kwargs in zip(programs, calls, strict=True)]
     number, end = 0, len(steps[last]) // _WIDTH - 1

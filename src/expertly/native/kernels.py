@@ -271,18 +271,27 @@ def point_at(
     """Have a call of attention read these keys, values and mask; of keys and values those at `positions`. `factors`:
     see `encode`.
     """
-    call[4], call[8], call[9] = k.shape[2], k.data_ptr(), v.data_ptr()
-    call[27], call[28], call[29] = 0, min(k.shape[2], v.shape[2]), _address(factors)
-    if positions is not None:
-        call[4], call[27] = positions.numel(), positions.data_ptr()
+    call[8], call[9], call[28], call[29] = k.data_ptr(), v.data_ptr(), min(k.shape[2], v.shape[2]), _address(factors)
     call[16], call[17], call[18] = k.stride()[:3]
     call[19], call[20], call[21] = v.stride()[:3]
-    call[10] = 0
-    if mask is not None:
-        call[10], size = mask.data_ptr(), mask.element_size()
-        for number in range(3):
-            call[22 + number] = 0 if mask.shape[number] == 1 else mask.stride(number) * size
-        call[25] = BOOLEAN if mask.dtype == torch.bool else dtypes[mask.dtype]
+    for place, number in zip(SEEN, seen(k.shape[2], positions, mask, dtypes), strict=True):
+        call[place] = number
+
+
+SEEN = 4, 27, 10, 22, 23, 24, 25
+"""Where a call of attention has what `seen` gives."""
+
+
+def seen(
+    num_keys: int, positions: torch.Tensor | None, mask: torch.Tensor | None, dtypes: Mapping[torch.dtype, int]
+) -> tuple[int, ...]:
+    """What says of a call which keys its tokens see, whatever the layer."""
+    of_keys = (num_keys, 0) if positions is None else (positions.numel(), positions.data_ptr())
+    if mask is None:
+        return *of_keys, 0, 0, 0, 0, BOOLEAN
+    strides, size = mask.stride(), mask.element_size()
+    steps = [0 if mask.shape[number] == 1 else strides[number] * size for number in range(3)]
+    return *of_keys, mask.data_ptr(), *steps, BOOLEAN if mask.dtype == torch.bool else dtypes[mask.dtype]
 
 
 def put_into(
