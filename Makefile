@@ -61,7 +61,7 @@ $(STAMP): pyproject.toml setup.py lab/pyproject.toml $(shell find src -name '*.[
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/expertly run demo "The old man looked at the sea and said" --memory 25% --max-new-tokens 100
+	$(BIN)/expertly run demo "What is the capital of France?" --memory 25% --max-new-tokens 100
 
 # Types are checked, on one processor, beside the first of the tests.
 test: browser $(STAMP)
@@ -167,7 +167,7 @@ test-dist: $(DIST_STAMP) $(WHEEL_STAMP)
 	@rm $(WHEEL_STAMP)
 	$(WHEEL)/bin/pip install --quiet --no-compile $(PIP_FLAGS) dist/expertly-*.whl
 	! $(WHEEL)/bin/expertly lab
-	cd $(WHEEL) && bin/expertly run demo "The old man looked at the sea and said" --memory 25% --max-new-tokens 20
+	cd $(WHEEL) && bin/expertly run demo "What is the capital of France?" --memory 25% --max-new-tokens 20
 	$(WHEEL)/bin/pip install --quiet --no-compile $(PIP_FLAGS) dist/expertly_lab-*.whl
 	rm -rf $(WHEEL)/trace && cd $(WHEEL) && bin/expertly lab trace synth trace --tokens 50 && \
 	    bin/expertly lab simulate trace --system lru,adapmoe --memory 25%

@@ -1,6 +1,6 @@
 """Draw what a command prints, as it stands in a terminal: docs/images/run.svg.
 
-python tools/terminal_picture.py docs/images/run.svg expertly run demo "The old man" --memory 25%
+python tools/terminal_picture.py docs/images/run.svg expertly run demo "Who are you?" --memory 25%
 """
 
 from __future__ import annotations

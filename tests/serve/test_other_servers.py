@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import signal
 from collections.abc import Callable
@@ -93,8 +94,10 @@ def test_the_last_message_is_continued(demo: tuple[Any, Any], serving: Serving) 
     asked = {"messages": talk, "max_tokens": 8, "temperature": 0, "continue_final_message": True}
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '\n' }}{% endfor %}"
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
-    with served(*demo, template=template) as templated:
-        for server, prompt in (serving, "Hello\n\nI am the"), (templated, "<user>Hello\n<assistant>I am the"):
+    without = copy.deepcopy(demo[1])
+    without.chat_template = None
+    with served(*demo, template=template) as templated, served(demo[0], without) as plain:
+        for server, prompt in (plain, "Hello\n\nI am the"), (templated, "<user>Hello\n<assistant>I am the"):
             got = post(server, "/v1/chat/completions", **asked, add_generation_prompt=False).json()
             assert got["choices"][0]["message"]["content"] == greedy(*demo, prompt, 8)
             assert post(server, "/tokenize", **asked).json()["tokens"] == demo[1].encode(prompt)
