@@ -24,10 +24,17 @@ from typing import Any, Literal
 
 LIGHT, ALONE, HEAVY = "light", "alone", "heavy"  # the environments, and what is in each
 NEEDS = {
-    LIGHT: ("openai", "anthropic", "openai-agents", "pydantic-ai-slim[openai]", "langchain-openai"),
-    ALONE: ("instructor",),  # beside others pip takes openai 1.109, and old ones of the rest
-    HEAVY: ("litellm", "lm-eval[api]", "transformers==5.23.0", "numpy"),
+    LIGHT: (
+        "openai==3.57.0",
+        "anthropic==2.14.0",
+        "openai-agents==0.24.0",
+        "pydantic-ai-slim[openai]==2.68.0",
+        "langchain-openai==1.7.4",
+    ),
+    ALONE: ("instructor==1.17.0",),  # beside others pip takes openai 1.109, and old ones of the rest
+    HEAVY: ("litellm==1.110.2", "lm-eval[api]==0.4.13", "transformers==5.23.0", "numpy"),
 }
+"""A version each: what clients change later fails no CI."""
 CLIENTS = dict.fromkeys(("openai", "anthropic", "openai-agents", "pydantic-ai", "langchain-openai"), LIGHT)
 CLIENTS |= {"instructor": ALONE, "litellm": HEAVY, "lm-eval": HEAVY}
 TEMPLATE = (
