@@ -112,7 +112,7 @@ class Stack:
         known = self._known.get(kind)
         if known is None or not known.takes(layers, hidden, calls):
             self._known.pop(kind, None)
-            programs = _found(layers, hidden, calls)
+            programs = _programs_of_all(layers, hidden, calls)
             if programs is None:
                 return None
             self._known[kind] = known = _KnownStack(layers, programs, calls)
@@ -154,7 +154,9 @@ class _KnownStack:
 _IS_TRAINING = attrgetter("training")
 
 
-def _found(layers: list[nn.Module], hidden: torch.Tensor, calls: list[dict[str, Any]]) -> list[LayerProgram] | None:
+def _programs_of_all(
+    layers: list[nn.Module], hidden: torch.Tensor, calls: list[dict[str, Any]]
+) -> list[LayerProgram] | None:
     """The programs of all layers; None where a layer is to be called as it is, where one is there twice, and where they
     have not all the same angles, of which there is room for those of one.
     """
