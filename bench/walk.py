@@ -4,9 +4,8 @@
 
 Counts calls of functions of the package (not transformers', torch's or C) on the thread that runs the model. `calls`:
 of a token over its layers; `files`: of a token; medians. `of_two_loads`: of a layer that loads two experts, from where
-it is decided to where the next one is; the quarter with the fewest: on a busy machine experts arrive one by one, with
-a call or two more for each. Bounds in
-tests/test_walk.py.
+it is decided to where the next one is; the fewest: on a busy machine experts arrive one by one, with a call or two more
+for each. Bounds in tests/test_walk.py.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
@@ -92,15 +90,9 @@ def run(system: str, memory: str, num_tokens: int, *, told: bool) -> dict[str, A
 def _of_two_loads(layers: list[Counter[tuple[str, str]]]) -> dict[str, Any]:
     some = [layer for layer in layers if layer["scheduler/cache.py", "allocate"] == 2]
     return {
-        "files_of_two_loads": _quarter(len({file for file, _ in layer}) for layer in some),
-        "calls_of_two_loads": _quarter(sum(layer.values()) for layer in some),
+        "files_of_two_loads": min((len({file for file, _ in layer}) for layer in some), default=None),
+        "calls_of_two_loads": min((layer.total() for layer in some), default=None),
     }
-
-
-def _quarter(numbers: Iterable[int]) -> int | None:
-    """What a quarter of them does not exceed."""
-    ordered = sorted(numbers)
-    return ordered[len(ordered) // 4] if ordered else None
 
 
 def main() -> None:

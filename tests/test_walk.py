@@ -14,8 +14,8 @@ BENCH = Path(__file__).resolve().parent.parent / "bench"
     ("system", "memory", "files", "calls", "of"),
     [
         ("resident", "100%", 14, 9, ""),
-        ("lru", "25%", 14, 85, "_of_two_loads"),
-        ("expertly", "25%", 15, 95, "_of_two_loads"),
+        ("lru", "25%", 14, 80, "_of_two_loads"),
+        ("expertly", "25%", 15, 90, "_of_two_loads"),
     ],
 )
 def test_one_step(monkeypatch: pytest.MonkeyPatch, system: str, memory: str, files: int, calls: int, of: str):
