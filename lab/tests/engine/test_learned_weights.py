@@ -126,7 +126,7 @@ def test_the_demo_models_weights_ship_with_it() -> None:
     file = read_learned(demo_predictor(), LearnedWeights)
     assert file.learned.distances == (1, 2, 4, 8) and demo_predictor().stat().st_size < 3_000_000
     for distance, row in file.about["mean"].items():
-        assert row["learned_over_lookahead"] == row["learned_over_token_id"] == 11, distance
+        assert row["layers"] == 11 and row["learned"] > max(row["lookahead"], row["token_id"]) + 0.05, distance
     model, tokenizer = expertly.load(system="promoe", memory="25%", device="cpu")
     try:
         ids = tokenizer("Once upon a time there was", return_tensors="pt")["input_ids"]
