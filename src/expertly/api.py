@@ -110,6 +110,7 @@ def open_model(
     kv = None if factors is None else factors.facts()
     view = Stats(engine, system, chosen.store, chosen.division.reason, why_system, kv)
     loaded._expertly_handle = Handle(chosen.store, engine, view, chosen.division, finalizer)
+    process.end_team()  # others may run the model
     return loaded, tokenizer
 
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan, Span
 from expertly.formats import expert_format
 from expertly.native.activations import recognise
 from expertly.native.kernels import MANY_TOKENS, NO_DOWN, TASK_TOKENS, ChosenExperts, ExpertProducts, Kernels, Work
+from expertly.native.widened import MAX_ROWS, linear, mm, nbytes_at_once
 
 if TYPE_CHECKING:
     from expertly.native.triton_slots import SlotCall
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 _FIRST = (0,)
 
 _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
-
-_MAX_ROWS = 256
-"""Tokens of a prompt for which torch computes an expert at a time on a CPU: more would not be quicker."""
 
 EARLY_TOKENS = 4
 """Most tokens of a layer that begins before the host knows its experts: each choice reads its expert's weights, from
@@ -50,9 +47,10 @@ def expert_nbytes_at_once(layer: LayerGeometry) -> int:
     """What torch takes on a CPU, beside its slot, for an expert of a prompt."""
     row_nbytes = layer.intermediate_size * layer.itemsize
     if not layer.format:
-        return _MAX_ROWS * _WIDE * row_nbytes
-    gathered = (layer.hidden_size + _MAX_ROWS) * row_nbytes
-    num_values = layer.num_matrices * layer.hidden_size + _WIDE * _MAX_ROWS  # of a neuron
+        wide = nbytes_at_once(layer.itemsize, layer.hidden_size, layer.intermediate_size)
+        return MAX_ROWS * _WIDE * row_nbytes + wide
+    gathered = (layer.hidden_size + MAX_ROWS) * row_nbytes
+    num_values = layer.num_matrices * layer.hidden_size + _WIDE * MAX_ROWS  # of a neuron
     native = MANY_TOKENS * (layer.intermediate_size + layer.hidden_size) * 33 // 8  # a unit has 132 bytes for 32
     return max(_PART_NBYTES, layer.block_size * num_values * layer.itemsize, native) + gathered
 
@@ -214,7 +212,7 @@ class LayerCompute:
 
     def whole(self, x: torch.Tensor, span: Span) -> torch.Tensor:
         """expert(x [n, H]), [n, H], for a span that is the whole expert."""
-        parts = [torch.mm(*self.inner(rows, span)) for rows in x.split(_MAX_ROWS if x.is_cpu else max(1, len(x)))]
+        parts = [mm(*self.inner(rows, span)) for rows in x.split(MAX_ROWS if x.is_cpu else max(1, len(x)))]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if self.down_bias is None else out.add_(self.down_bias[span.expert])
 
@@ -287,8 +285,10 @@ class LayerCall:
             of_x, of_out = self._rows(span.expert) if positions is None else (_FIRST, (positions[span.expert],))
             if span.num_segments < compute.num_segments:
                 self._compute_part(span, of_x)
-            elif len(of_x) <= compute.max_tokens:
+            elif len(of_x) <= min(compute.max_tokens, TASK_TOKENS):
                 works.append((span, of_x, of_out))
+            elif len(of_x) <= compute.max_tokens:
+                compute.multiply(self.hidden, ((span, of_x, of_out),), self.outputs)
             else:
                 x, rows = self._inputs(span.expert)
                 self.outputs[rows] = compute.whole(x, span)
@@ -360,7 +360,7 @@ class _PartialExpert:
     def output(self, expert: int) -> torch.Tensor:
         """[n, H]"""
         compute = self._compute
-        out = torch.mm(self._inner, self._down) if self._sum is None else self._sum.to(compute.dtype)
+        out = mm(self._inner, self._down) if self._sum is None else self._sum.to(compute.dtype)
         return out if compute.down_bias is None else out.add_(compute.down_bias[expert])
 
 

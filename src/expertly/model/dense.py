@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.integrations.eager_paged import eager_paged_attention_forward
@@ -31,6 +30,7 @@ from expertly.model.hooks import CACHE, AsTried, factors_of, look_alike, origina
 from expertly.model.kv_codes import decoded
 from expertly.model.tiled import TiledLayer
 from expertly.native.kernels import NORM_STYLES, STEP_NBYTES, Kernels, Projections, are_plain
+from expertly.native.widened import is_widened, linear
 
 
 def use_kernels(model: nn.Module, kernels: Kernels) -> int:
@@ -96,12 +96,14 @@ def _linear_of(
     num_tokens = input.numel() // width if width else 0
     if not (
         are_plain(input, weight, bias)
-        and 1 <= num_tokens <= kernels.most_tokens(input.dtype)
+        and num_tokens
         and weight.dim() == 2
         and width == weight.shape[1]
         and weight.stride(1) == 1
         and (bias is None or (bias.shape == weight.shape[:1] and bias.stride(0) == 1))
     ):
+        return functional.linear(input, weight, bias)
+    if num_tokens > kernels.most_tokens(input.dtype):
         return linear(input, weight, bias)
     out = input.new_empty(*input.shape[:-1], weight.shape[0])
     kernels.dots(weight.data_ptr(), input.contiguous(), out, weight.stride(0) * weight.element_size(), bias)
@@ -437,8 +439,12 @@ def _attention(
             key, value = key.index_select(2, positions), value.index_select(2, positions)
         if factors is not None:
             key, value = decoded(key, query.dtype, factors[:, None]), decoded(value, query.dtype)
-        function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(_name_of(module), eager_of(module))
-        return function(module, query, key, value, attention_mask, scaling=scaling, **more)  # type: ignore[no-any-return]
+        name, dtype = _name_of(module), query.dtype
+        function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_of(module))
+        if is_widened(query) and name != "sdpa" and _is_known(module, name, scaling, more):
+            query, key, value = query.float(), key.float(), value.float()
+        out, weights = function(module, query, key, value, attention_mask, scaling=scaling, **more)
+        return out.to(dtype), weights
     scale, softcap = query.shape[-1] ** -0.5 if scaling is None else scaling, more.get("softcap") or 0.0
     kernels: Kernels = module._expertly_kernels
     sinks = more.get("s_aux")
@@ -516,21 +522,11 @@ def is_native(
     kernels: Kernels | None = module.__dict__.get("_expertly_kernels")
     if kernels is None:
         return False
-    name = _name_of(module)
-    if name == "sdpa":
-        is_known = ALL_ATTENTION_FUNCTIONS[name] is sdpa_attention_forward and (
-            (scaling is None or type(scaling) is float) and (more.keys() <= IDLE or _are_known(more, IDLE))
-        )
-    elif name == "paged|eager":  # which knows no bound
-        usual = ALL_ATTENTION_FUNCTIONS[name] is eager_paged_attention_forward
-        is_known = usual and not more.get("softcap") and _is_known_eager(module, scaling, more)
-    else:
-        is_known = name == "eager" and _is_known_eager(module, scaling, more)
     num_tokens, sinks = query.shape[2], more.get("s_aux")
     num_keys = key.shape[2] if positions is None else positions.numel()
     are_codes = key.dtype == torch.uint8
     if (
-        not is_known
+        not _is_known(module, _name_of(module), scaling, more)
         or not (are_ours or (are_plain(query, *(() if are_codes else (key, value))) and are_plain(key, value)))
         or num_tokens > kernels.most_tokens(query.dtype, None)
         or key.shape[:2] != value.shape[:2]
@@ -563,6 +559,18 @@ def is_native_mask(kernels: Kernels, query: torch.Tensor, mask: torch.Tensor | N
         and (mask.shape[3] == 1 or mask.stride(3) == 1)
         and (mask.dtype == torch.bool or mask.dtype in kernels.dtypes)
     )
+
+
+def _is_known(module: Any, name: str, scaling: Any, more: dict[str, Any]) -> bool:
+    """Whether the attention of this name is what the kernel computes, with these arguments."""
+    if name == "sdpa":
+        return ALL_ATTENTION_FUNCTIONS[name] is sdpa_attention_forward and (
+            (scaling is None or type(scaling) is float) and (more.keys() <= IDLE or _are_known(more, IDLE))
+        )
+    if name == "paged|eager":  # which knows no bound
+        usual = ALL_ATTENTION_FUNCTIONS[name] is eager_paged_attention_forward
+        return usual and not more.get("softcap") and _is_known_eager(module, scaling, more)
+    return name == "eager" and _is_known_eager(module, scaling, more)
 
 
 def _is_known_eager(module: Any, scaling: Any, more: dict[str, Any]) -> bool:

@@ -47,8 +47,8 @@ def run_layer(
 ) -> None:
     """Compute every needed unit once.
 
-    `compute` queues everything that reads the slots of some spans: of one span, or, with `together`, of all that are
-    there. `routed` returns what the predictor may see of the router; None: the predictor does not follow this pass.
+    `compute` queues everything that reads the slots of some spans: of all that are there, with `together` or where no
+    other can come, else of one. `routed` returns what the predictor may see of the router; None: the predictor does not follow this pass.
     """
     cancelled: Sequence[Span] = ()
     if prefetcher is not None:
@@ -87,7 +87,7 @@ def _compute_all(
             num = len(ready) if takes_all else 1
             spans += ready[:num]
             ready = ready[num:]
-        if together:
+        if takes_all:
             compute(spans)
         else:
             for span in spans:

@@ -121,17 +121,19 @@ class Simulator:
         self.clock.now_ns = max(self.clock.now_ns, self.clock.busy_until_ns)
 
     def _use(self, spans: Sequence[Span]) -> None:
-        ((layer, expert, _, num_segments, _),) = spans
-        clock, free_ns, device = self.clock, self._free_ns, self.link.device_of(layer, expert)
-        begin = max(clock.now_ns, free_ns[device])
-        num_tokens = self._tokens.get(expert, 1) if self._tokens else 1
-        free_ns[device] = end = begin + self._span_ns(layer, num_tokens, num_segments)
-        clock.busy_until_ns = max(clock.busy_until_ns, end)
-        is_last = self.scheduler.num_open <= num_segments and not self.scheduler.deferred
-        if is_last or len(free_ns) == 1:  # what is prefetched next may evict experts of this layer
-            clock.now_ns = clock.busy_until_ns
-        if self._watcher is not None:
-            self._watcher.computed(f"expert {expert}", layer, begin, end)
+        clock, free_ns, num_open = self.clock, self._free_ns, self.scheduler.num_open
+        for layer, expert, _, num_segments, _ in spans:
+            device = self.link.device_of(layer, expert)
+            begin = max(clock.now_ns, free_ns[device])
+            num_tokens = self._tokens.get(expert, 1) if self._tokens else 1
+            free_ns[device] = end = begin + self._span_ns(layer, num_tokens, num_segments)
+            clock.busy_until_ns = max(clock.busy_until_ns, end)
+            num_open -= num_segments
+            is_last = num_open <= 0 and not self.scheduler.deferred
+            if is_last or len(free_ns) == 1:  # what is prefetched next may evict experts of this layer
+                clock.now_ns = clock.busy_until_ns
+            if self._watcher is not None:
+                self._watcher.computed(f"expert {expert}", layer, begin, end)
 
     def _spend(self, label: str, layer: int, duration_ns: int) -> None:
         """Compute for so long, except experts."""
