@@ -13,9 +13,8 @@ in one request's pass; else that pass, and the bytes it loads here at the rate a
 `--clients`: so many at once, with prompts of 10 to 400 tokens, against the demo, and against it with transformers' own
 scheduler, which reads prompts in the order of arrival. Bounds: no error, resident memory of the last round at most 2 %
 above the first's, the 99th percentile of the time to first token at most 1.5x of the arrival order's least.
-`--beside`: a chat of 12 tokens alone, and as soon as the last has ended, beside a prompt of so many tokens. Bounds: its
-median time to first token at most 3x of alone, that of the first over the rounds, too, and the prompt's alone at
-most 1.08x of what 256 tokens a pass take.
+`--beside`: a chat of 12 tokens alone, and as soon as the last has ended, beside a prompt of so many tokens. Bound: its
+median time to first token at most 3x of alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This process: instructions, threads and caches that torch may use, memory to give back after loading, memory in use."""
+"""This process: instructions, threads and caches of torch, memory to give back after loading, memory in use."""
 
 from __future__ import annotations
 

@@ -27,28 +27,53 @@ SHORT_TOKENS = 16
 _REMEMBERED = 0.9
 """What a pass weighs in the estimate of the next ones' duration, for each that came after it."""
 
+_PART_WEIGHT = 0.001
+"""What the last part weighs there: it says what a token takes where all passes had the same number."""
+
+_BESIDE, _ALONE = 2.0, 12.0
+"""Passes of a short message that a pass with a part takes as long as: beside others, and where nobody has come yet."""
+
+_LEAST_PART = 8
+"""Tokens of prompts that a pass reads, however long it takes."""
+
 
 class Pace:
-    """How long passes take by their tokens: a line through the durations of those that ran."""
+    """How long passes take: of those without a part of a prompt a line through their tokens and durations; of parts,
+    which also read what is in the cache before them, the last one.
+    """
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # weighted: passes, tokens, seconds, squares of tokens, tokens times seconds
+        self._part: tuple[int, float] | None = None  # tokens and seconds of the last pass with one
 
-    def note(self, num_tokens: int, seconds: float) -> None:
-        values = 1.0, num_tokens, seconds, num_tokens**2, num_tokens * seconds
-        self._sums = [old * _REMEMBERED + new for old, new in zip(self._sums, values, strict=True)]
+    def note(self, num_tokens: int, seconds: float, *, is_part: bool) -> None:
+        if is_part:
+            self._part = num_tokens, seconds
+        else:
+            values = _point(num_tokens, seconds, 1.0)
+            self._sums = [old * _REMEMBERED + new for old, new in zip(self._sums, values, strict=True)]
 
-    def tokens_of(self, num_passes: int, num_tokens: int, unknown: float) -> float:
-        """How many tokens one pass reads in the time of so many passes with so many tokens each; infinite where more
-        tokens take no longer. `unknown`: how many take as long as a pass takes whatever it reads, where nothing ran
-        that says it.
+    def tokens_of(self, num_passes: float, num_tokens: int, num_written: int) -> float:
+        """How many tokens a pass with a part has that takes as long as so many passes of so many tokens; more than
+        `num_written`, which it has besides. It nears them pass by pass. Infinite while nothing ran that says it.
         """
-        weight, tokens, seconds, squares, products = self._sums
-        of_none, spread = unknown, squares * weight - tokens**2
-        if spread > weight**2:  # else none ran, or all of one size
-            each = (products * weight - tokens * seconds) / spread
-            of_none = max(0.0, (seconds / each - tokens) / weight) if each > 0 else float("inf")
-        return num_passes * num_tokens + (num_passes - 1) * of_none
+        sums = self._sums
+        if not sums[0]:
+            return float("inf")
+        if self._part is None:
+            return num_passes * num_tokens
+        size, part_s = self._part
+        points = zip(sums, _point(size, part_s, _PART_WEIGHT), strict=True)
+        weight, tokens, seconds, squares, products = (short + part for short, part in points)
+        spread = squares * weight - tokens**2
+        each = min(seconds / tokens, max(0.0, (products * weight - tokens * seconds) / spread)) if spread > 0 else 0.0
+        short_s = seconds / weight + each * (num_tokens - tokens / weight)
+        step = min(2.0, max(0.5, num_passes * short_s / part_s)) if part_s > 0 else 2.0
+        return max(num_written + _LEAST_PART, size * step)
+
+
+def _point(num_tokens: int, seconds: float, weight: float) -> list[float]:
+    return [weight * value for value in (1.0, num_tokens, seconds, num_tokens**2, num_tokens * seconds)]
 
 
 class Turns(Scheduler):  # type: ignore[misc]
@@ -61,9 +86,8 @@ class Turns(Scheduler):  # type: ignore[misc]
     one with the least left and the oldest take turns.
 
     Who comes waits for the pass that runs. Beside others, a part of a prompt takes no longer than two passes of a short
-    message; where nobody has come yet, four, half of which who comes waits for: how many tokens those are is measured.
-    So a short message takes thrice as long as alone, and a prompt beside which nobody comes at most 8 % longer than in
-    the largest parts. What one pass can finish alone is not cut.
+    message, so that one takes thrice as long as alone; where nobody has come yet, twelve, so that a prompt takes hardly
+    longer than in the largest parts. How many tokens those are is measured. What one pass can finish alone is not cut.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -80,6 +104,7 @@ class Turns(Scheduler):  # type: ignore[misc]
         self._are_long_owed = False  # the last pass had room for parts of long prompts, and none in it
         self._pace = Pace()
         self._num_tokens, self._began_s = 0, 0.0  # of the last pass, and when it began
+        self._had_part = False  # the last pass had a part of a prompt that it did not finish
         self._during: list[str] = []  # who was active during it
         self._has_company = False  # others wrote since the prompts that are being read began
         self._is_oldests_turn = False  # of long prompts, the last parts were first of the oldest, not of the shortest
@@ -90,14 +115,15 @@ class Turns(Scheduler):  # type: ignore[misc]
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any], bool, int, int]:
         now_s = type(self).clock()
         if any(name in self.active_requests for name in self._during):  # else there was nothing to do meanwhile
-            self._pace.note(self._num_tokens, now_s - self._began_s)
+            self._pace.note(self._num_tokens, now_s - self._began_s, is_part=self._had_part)
         self._grow()
         self._begin()
         writing = self._writing()
-        if self._has_company or writing:
-            token_budget = int(min(token_budget, self._pace.tokens_of(2, SHORT_TOKENS + len(writing), 0)))
-        elif sum(map(_num_left, self.active_requests.values())) > token_budget:
-            token_budget = int(min(token_budget, self._pace.tokens_of(4, SHORT_TOKENS, float("inf"))))
+        num_left = sum(map(_num_left, self.active_requests.values()))
+        is_beside = bool(self._has_company or writing)
+        if is_beside or num_left > token_budget:
+            num_passes, num_tokens = (_BESIDE, SHORT_TOKENS + len(writing)) if is_beside else (_ALONE, SHORT_TOKENS)
+            token_budget = int(min(token_budget, self._pace.tokens_of(num_passes, num_tokens, len(writing))))
         parts = self._parts(token_budget)
         ordered = [*parts, *writing] if self._are_parts_first else [*writing, *parts]
         turns = list({state.request_id: state for state in ordered}.values())
@@ -105,6 +131,7 @@ class Turns(Scheduler):  # type: ignore[misc]
         self.starved_requests = []
         self._in_pass = {future.state.request_id for future in batch}
         self._during, self._began_s, self._num_tokens = list(self.active_requests), now_s, num_tokens
+        self._had_part = any(future.state.status == RequestStatus.PREFILLING for future in batch)
         is_written = self._has_company or any(future.has_new_token for future in batch)
         self._has_company = is_written and bool(self._of_status(RequestStatus.PREFILLING))
         self._are_parts_first = bool(parts) and not any(state.request_id in self._in_pass for state in parts)

@@ -48,7 +48,8 @@ def run_layer(
     """Compute every needed unit once.
 
     `compute` queues everything that reads the slots of some spans: of all that are there, with `together` or where no
-    other can come, else of one. `routed` returns what the predictor may see of the router; None: the predictor does not follow this pass.
+    other can come, else of one. `routed` returns what the predictor may see of the router; None: the predictor does not
+    follow this pass.
     """
     cancelled: Sequence[Span] = ()
     if prefetcher is not None:
