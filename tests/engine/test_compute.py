@@ -16,6 +16,7 @@ from expertly.api import handle
 from expertly.core.observation import IterationInfo
 from expertly.engine import runtime
 from expertly.model.hooks import experts_modules
+from expertly.native import widened
 from expertly.native.kernels import VARIABLE, choose_kernels
 from tests.engine.conftest import Cases
 from tests.engine.observe import Call, loaded, recording
@@ -83,6 +84,32 @@ def test_a_layer_on_the_references_inputs(
         if layout.endswith("fragmented"):
             assert num_spans["part"] > 2 * num_spans["whole"], "experts really are in spans"
         handle(model).engine.scheduler.check()
+
+
+@pytest.mark.parametrize(("segments", "dtype"), [(1, torch.bfloat16), (4, torch.float16)])
+def test_a_layer_where_the_processor_has_no_products_of_16_bits(
+    segments: int,
+    dtype: torch.dtype,
+    cases: Cases,
+    calls_of: Callable[[str, torch.dtype], list[Call]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experts that torch computes, as those of long prompts are."""
+    widened_rows: list[int] = []
+
+    def noted(x: torch.Tensor, out: torch.Tensor, rows: Any = widened._rows) -> Any:
+        widened_rows.append(len(x))
+        return rows(x, out)
+
+    monkeypatch.setattr(widened, "WIDENED", {dtype})
+    monkeypatch.setattr(widened, "_rows", noted)
+    monkeypatch.setenv(VARIABLE, "torch")
+    case = cases["gpt_oss"]
+    with loaded(case.folder, dtype=str(dtype).removeprefix("torch."), segments=segments) as model:
+        for call in calls_of("gpt_oss", dtype):
+            assert call.output is not None
+            assert relative_error(run(model, call), call.output) < TOLERANCE[dtype]
+    assert widened_rows
 
 
 def scatter(model: Any) -> None:

@@ -194,6 +194,16 @@ print(before - rss_nbytes(), given, bool((again == product).all()), again[0, 0].
 """
 
 
+def test_threads_that_loading_computed_with_end() -> None:
+    """Else those of whoever runs the model in another thread, as servers do, sleep after every product."""
+    done = run_python(
+        "import os, expertly, torch; torch.set_num_threads(2); model, _ = expertly.load(None, system='resident');"
+        "count = lambda: len(os.listdir('/proc/self/task')); print(count()); torch.ones(1 << 22).exp_(); print(count())"
+    )
+    before, after = map(int, done.stdout.split())
+    assert after == before + 1, "a product began the team again"
+
+
 def test_code_that_only_importing_ran_is_given_back_and_products_run_on_this_machine() -> None:
     result = run_python(GIVE_BACK)
     assert result.returncode == 0, result.stderr
