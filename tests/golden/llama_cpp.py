@@ -1,5 +1,5 @@
 """Greedy tokens of llama.cpp on the files of `gguf_models`: neither our code nor that of transformers took part.
-`python -m tests.golden.llama_cpp` records them, with llama-cpp-py-sync installed (0.11739).
+`python -m tests.golden.llama_cpp` records them, with llama-cpp-py-sync installed (0.11739; it wants glibc 2.38).
 """
 
 from __future__ import annotations
