@@ -42,7 +42,7 @@ from expertly.model.programs import use_programs
 from expertly.model.stacks import use_stacks
 from expertly.model.tables import Table, Tables, tables_of
 from expertly.model.tiled import use_tiles
-from expertly.native.kernels import choose_kernels
+from expertly.native.kernels import choose_kernels, end_team
 from expertly.options import AUTO, LOAD_OPTIONS, LoadOptions, described
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState, ModelShape, read_learned, save_learned
@@ -110,7 +110,7 @@ def open_model(
     kv = None if factors is None else factors.facts()
     view = Stats(engine, system, chosen.store, chosen.division.reason, why_system, kv)
     loaded._expertly_handle = Handle(chosen.store, engine, view, chosen.division, finalizer)
-    process.end_team()  # others may run the model
+    end_team()  # others may run the model
     return loaded, tokenizer
 
 

@@ -194,14 +194,45 @@ print(before - rss_nbytes(), given, bool((again == product).all()), again[0, 0].
 """
 
 
-def test_threads_that_loading_computed_with_end() -> None:
-    """Else those of whoever runs the model in another thread, as servers do, sleep after every product."""
+def test_threads_that_a_thread_computed_with_end_with_its_call() -> None:
+    """Else those of other threads sleep after every product, as all together are more than the processors."""
     done = run_python(
-        "import os, expertly, torch; torch.set_num_threads(2); model, _ = expertly.load(None, system='resident');"
-        "count = lambda: len(os.listdir('/proc/self/task')); print(count()); torch.ones(1 << 22).exp_(); print(count())"
+        """if True:
+        import os, threading
+        import expertly, torch
+
+        def count():
+            print(len(os.listdir("/proc/self/task")))
+
+        def generate():
+            model.generate(torch.arange(4, 100)[None], max_new_tokens=2)
+
+        def generate_and_stay():
+            generate()
+            count()
+            ready.release()
+            ends.wait()
+
+        torch.set_num_threads(2)
+        model, _ = expertly.load(None, system="resident")
+        count()
+        torch.ones(1 << 22).exp_()
+        count()
+        generate()  # begins the kernels' own threads, too, which all share
+        count()
+        ready, ends = threading.Semaphore(0), threading.Event()
+        for _ in range(2):
+            threading.Thread(target=generate_and_stay).start()
+            ready.acquire()
+        torch.ones(1 << 22).exp_()
+        count()
+        ends.set()
+        """
     )
-    before, after = map(int, done.stdout.split())
-    assert after == before + 1, "a product began the team again"
+    loaded, computed, before, first, second, last = map(int, done.stdout.split())
+    assert computed - loaded == 1, "loading's had ended"
+    assert first - before == 1 and second - before == 2, "no thread but the two that called it"
+    assert last - before == 3, "a product has a team of two"
 
 
 def test_code_that_only_importing_ran_is_given_back_and_products_run_on_this_machine() -> None:

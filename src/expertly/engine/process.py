@@ -1,4 +1,4 @@
-"""This process: instructions, threads and caches of torch, memory to give back after loading, memory in use."""
+"""This process: instructions and caches that torch may use, memory to give back after loading, memory in use."""
 
 from __future__ import annotations
 
@@ -65,22 +65,6 @@ def _survives(multiply: Callable[[], object]) -> bool:
     child.kill()
     child.join()
     return not hangs and child.exitcode != -signal.SIGILL
-
-
-# -- threads -----------------------------------------------------------------------------------------------------------
-
-_HARD = 2  # omp_pause_hard
-
-
-def end_team() -> None:
-    """End the threads that torch computes with beside the calling one; they come back at its next product.
-
-    Each thread that computes has such a team. Where all teams together are more than the processors, libgomp's threads
-    sleep after every product, and a prompt of another thread takes twice as long.
-    """
-    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
-    if pause is not None:
-        pause(_HARD)
 
 
 # -- memory beside weights ---------------------------------------------------------------------------------------------

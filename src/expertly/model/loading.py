@@ -41,6 +41,7 @@ from expertly.model.kimi import kimi_tokenizer, names_kimi
 from expertly.model.structure import Unvalued, find_experts, first_line, model_class_of, quiet, read_config
 from expertly.model.tables import leave_in_store
 from expertly.model.tiled import put_tiles
+from expertly.native.kernels import end_team
 from expertly.store.packed import DENSE_NAME
 
 if TYPE_CHECKING:
@@ -373,6 +374,13 @@ class GuardedModel:
         if isinstance(logits := getattr(output, "logits", None), torch.Tensor):
             self._expertly_runtime.check_logits(logits)
         return output
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method. The next call may come from another thread."""
+        try:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            end_team()
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
         """When `generate` stops. Stop strings need a tokenizer, which who calls it need not give."""

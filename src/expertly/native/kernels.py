@@ -176,6 +176,20 @@ def spins_shortly() -> bool:
     return "GOMP_SPINCOUNT" in os.environ or os.environ.get("OMP_WAIT_POLICY", "").strip().lower() == "passive"
 
 
+_HARD = 2  # omp_pause_hard
+
+
+def end_team() -> None:
+    """End the threads that torch computes with beside the calling one; its next product begins them again.
+
+    Each thread that computes has such a team. Where all teams together are more than the processors, libgomp's threads
+    sleep after every product, and a prompt takes twice as long: whoever computes no more for now ends its own.
+    """
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    if pause is not None:
+        pause(_HARD)
+
+
 class ExpertProducts:
     """What calls for the experts of one layer have in common: `formats` of gate, up (where there is no gate, up has
     gate's) and down, all NO_DOWN where they are rows of numbers; `row_nbytes` from row to row, or from block to block,
