@@ -414,6 +414,10 @@ class NamesAttention:
             setattr(self._expertly_config, name, value)
 
 
+_SCORES = 4 << 20
+"""Of queries and keys of a prompt's eager attention, that exist at a time where it is computed in float32."""
+
+
 def _attention(
     module: Any,
     query: torch.Tensor,
@@ -439,17 +443,36 @@ def _attention(
             key, value = key.index_select(2, positions), value.index_select(2, positions)
         if factors is not None:
             key, value = decoded(key, query.dtype, factors[:, None]), decoded(value, query.dtype)
-        name, dtype = _name_of(module), query.dtype
+        name = _name_of(module)
         function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_of(module))
-        if is_widened(query) and name != "sdpa" and _is_known(module, name, scaling, more):
-            query, key, value = query.float(), key.float(), value.float()
-        out, weights = function(module, query, key, value, attention_mask, scaling=scaling, **more)
-        return out.to(dtype), weights
+        is_known, more["scaling"] = _is_known(module, name, scaling, more), scaling
+        if name != "sdpa" and is_widened(query) and query.numel() and is_known:
+            return _widened(function, module, query, key, value, attention_mask, more), None
+        return function(module, query, key, value, attention_mask, **more)  # type: ignore[no-any-return]
     scale, softcap = query.shape[-1] ** -0.5 if scaling is None else scaling, more.get("softcap") or 0.0
     kernels: Kernels = module._expertly_kernels
     sinks = more.get("s_aux")
     called: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "positions": positions, "factors": factors}
     return kernels.attention(query, key, value, scale, attention_mask, then=then, **called), None
+
+
+def _widened(
+    function: Any,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    more: dict[str, Any],
+) -> torch.Tensor:
+    """The eager attention `function` in float32, for some queries at a time: [B, n, H, W]."""
+    key, value, parts = key.float(), value.float(), []
+    step = max(1, _SCORES // (query.shape[:2].numel() * key.shape[2]))
+    for begin in range(0, query.shape[2], step):
+        rows = slice(begin, begin + step)
+        seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
+        parts.append(function(module, query[:, :, rows].float(), key, value, seen, **more)[0].to(query.dtype))
+    return torch.cat(parts, 1)
 
 
 def keep(
