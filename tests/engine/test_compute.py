@@ -17,7 +17,7 @@ from expertly.core.observation import IterationInfo
 from expertly.engine import runtime
 from expertly.model.hooks import experts_modules
 from expertly.native import widened
-from expertly.native.kernels import VARIABLE, choose_kernels
+from expertly.native.kernels import TASK_TOKENS, VARIABLE, Kernels, choose_kernels
 from tests.engine.conftest import Cases
 from tests.engine.observe import Call, loaded, recording
 from tests.families import FAMILIES, generate, load_reference
@@ -172,6 +172,28 @@ def test_an_input_that_is_a_view(cases: Cases) -> None:
         strided = run(model, Call(0, wide[:, ::2], index, weights))
         dense = run(model, Call(0, wide[:, ::2].contiguous(), index.contiguous(), weights.contiguous()))
         torch.testing.assert_close(strided, dense)
+
+
+def test_experts_of_a_prompt_are_computed_together(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are there and have few of its tokens; not more rows at a time than few tokens have."""
+    calls: list[tuple[int, int]] = []
+
+    def noted(*args: Any, experts: Any = Kernels.experts, **more: Any) -> None:
+        calls.append((len(args[2]) // 3, len(args[3])))
+        experts(*args, **more)
+
+    monkeypatch.setattr(Kernels, "experts", noted)
+    hidden, weights = torch.randn(34, 32), torch.rand(34, 3)
+    index = torch.stack([(torch.arange(3) + token) % 8 for token in range(34)])
+    with loaded(cases["qwen3_moe"].folder, dtype="bfloat16", memory="100%") as model:
+        for _ in range(2):  # the first brings them
+            calls.clear()
+            made = run(model, Call(0, hidden.bfloat16(), index, weights.bfloat16()))
+        assert [num for num, _ in calls] == [3, 3, 2] and max(rows for _, rows in calls) <= TASK_TOKENS * 3
+        for token in (0, 17, 33):
+            one = slice(token, token + 1)
+            alone = run(model, Call(0, hidden[one].bfloat16(), index[one], weights[one].bfloat16()))
+            torch.testing.assert_close(made[one], alone)
 
 
 def test_a_large_prefill_is_combined_in_cuts(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,12 +281,17 @@ class LayerCall:
             return
         compute, positions = self._compute, self.work.positions
         works: list[Work] = []
+        room = most_rows = TASK_TOKENS * self.work.top_k  # the kernels keep sums of each row of a call
         for span in spans:
             of_x, of_out = self._rows(span.expert) if positions is None else (_FIRST, (positions[span.expert],))
             if span.num_segments < compute.num_segments:
                 self._compute_part(span, of_x)
             elif len(of_x) <= min(compute.max_tokens, TASK_TOKENS):
+                if len(of_x) > room:
+                    compute.multiply(self.hidden, works, self.outputs)
+                    works, room = [], most_rows
                 works.append((span, of_x, of_out))
+                room -= len(of_x)
             elif len(of_x) <= compute.max_tokens:
                 compute.multiply(self.hidden, ((span, of_x, of_out),), self.outputs)
             else:
