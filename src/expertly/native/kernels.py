@@ -176,7 +176,7 @@ def spins_shortly() -> bool:
     return "GOMP_SPINCOUNT" in os.environ or os.environ.get("OMP_WAIT_POLICY", "").strip().lower() == "passive"
 
 
-_HARD = 2  # omp_pause_hard
+_SOFT = 1  # omp_pause_soft: other libraries' hard one ends the threads of all
 
 
 def end_team() -> None:
@@ -187,7 +187,7 @@ def end_team() -> None:
     """
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
     if pause is not None:
-        pause(_HARD)
+        pause(_SOFT)
 
 
 class ExpertProducts:
