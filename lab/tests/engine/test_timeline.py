@@ -101,9 +101,9 @@ class Accelerated(Simulator):
         super()._run_iteration(iteration)
 
     def _use(self, spans: Sequence[Span]) -> None:
-        (span,) = spans
-        num_tokens = self._tokens.get(span.expert, 1) if self._tokens else 1
-        self.link.compute(span, self._span_ns(span.layer, num_tokens, span.num_segments))
+        for span in spans:
+            num_tokens = self._tokens.get(span.expert, 1) if self._tokens else 1
+            self.link.compute(span, self._span_ns(span.layer, num_tokens, span.num_segments))
 
     def _spend(self, text: str, layer: int, duration_ns: int) -> None:
         self.accelerator.kernel(duration_ns)

@@ -36,6 +36,9 @@ EARLY_TOKENS = 4
 the device's cache where several tokens made it.
 """
 
+_CHUNK_NBYTES, _SUMS_NBYTES = 256 << 10, 16 << 20
+"""The compiled products keep sums of each chunk of an expert and each of its rows: so many bytes a call, about."""
+
 _PART_NBYTES = 2 << 20
 """Of weights that are decoded for a prompt at a time on a CPU, with what is computed from them; a block at least."""
 
@@ -155,6 +158,9 @@ class LayerCompute:
             self.products = ExpertProducts(formats, shape, *nbytes, activation, self._in_bias, self.down_bias)
         self.max_tokens = 0 if self.products is None else max_tokens
         """Of an expert, for the compiled products."""
+        sums_nbytes = -(-geometry.expert_nbytes // _CHUNK_NBYTES) * geometry.hidden_size * 4
+        self.most_rows = max(TASK_TOKENS, _SUMS_NBYTES // sums_nbytes)
+        """Of all experts of a call of theirs."""
 
     def begin_early(
         self, hidden: torch.Tensor, ids: torch.Tensor, spans: list[Span | None], choice: tuple[torch.Tensor, Any] | None
@@ -272,7 +278,7 @@ class LayerCall:
             if compute.slots is not None:
                 self._slots = compute.slots.begin(self.hidden, self.outputs)
         self.takes_several = self._slots is not None or hidden.shape[0] <= min(compute.max_tokens, TASK_TOKENS)
-        """Whether experts that are there can be computed in one call, by the kernels: those of few tokens."""
+        """Whether experts are computed in one call with what arrives meanwhile: those of few tokens, by the kernels."""
 
     def compute(self, spans: Sequence[Span]) -> None:
         """Use the bytes of spans: afterwards their slots may be used again. Who computes a span is decided here."""
@@ -281,7 +287,7 @@ class LayerCall:
             return
         compute, positions = self._compute, self.work.positions
         works: list[Work] = []
-        room = most_rows = TASK_TOKENS * self.work.top_k  # the kernels keep sums of each row of a call
+        room = compute.most_rows
         for span in spans:
             of_x, of_out = self._rows(span.expert) if positions is None else (_FIRST, (positions[span.expert],))
             if span.num_segments < compute.num_segments:
@@ -289,7 +295,7 @@ class LayerCall:
             elif len(of_x) <= min(compute.max_tokens, TASK_TOKENS):
                 if len(of_x) > room:
                     compute.multiply(self.hidden, works, self.outputs)
-                    works, room = [], most_rows
+                    works, room = [], compute.most_rows
                 works.append((span, of_x, of_out))
                 room -= len(of_x)
             elif len(of_x) <= compute.max_tokens:

@@ -445,10 +445,11 @@ def _attention(
             key, value = decoded(key, query.dtype, factors[:, None]), decoded(value, query.dtype)
         name = _name_of(module)
         function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_of(module))
-        is_known, more["scaling"] = _is_known(module, name, scaling, more), scaling
-        if name != "sdpa" and is_widened(query) and query.numel() and is_known:
+        is_slow = name != "sdpa" and is_widened(query) and key.numel() and "_expertly_eager" in module.__dict__
+        if is_slow and query.numel() and _is_known(module, name, scaling, more):
+            more["scaling"] = scaling
             return _widened(function, module, query, key, value, attention_mask, more), None
-        return function(module, query, key, value, attention_mask, **more)  # type: ignore[no-any-return]
+        return function(module, query, key, value, attention_mask, scaling=scaling, **more)  # type: ignore[no-any-return]
     scale, softcap = query.shape[-1] ** -0.5 if scaling is None else scaling, more.get("softcap") or 0.0
     kernels: Kernels = module._expertly_kernels
     sinks = more.get("s_aux")
@@ -467,7 +468,7 @@ def _widened(
 ) -> torch.Tensor:
     """The eager attention `function` in float32, for some queries at a time: [B, n, H, W]."""
     key, value, parts = key.float(), value.float(), []
-    step = max(1, _SCORES // (query.shape[:2].numel() * key.shape[2]))
+    step = max(query.shape[3], _SCORES // (query.shape[:2].numel() * key.shape[2]))  # scores, or as many as keys
     for begin in range(0, query.shape[2], step):
         rows = slice(begin, begin + step)
         seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]

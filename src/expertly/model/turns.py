@@ -33,13 +33,10 @@ _PART_WEIGHT = 0.001
 _BESIDE, _ALONE = 2.0, 12.0
 """Passes of a short message that a pass with a part takes as long as: beside others, and where nobody has come yet."""
 
-_LEAST_PART = 8
-"""Tokens of prompts that a pass reads, however long it takes."""
-
 
 class Pace:
-    """How long passes take: of those without a part of a prompt a line through their tokens and durations; of parts,
-    which also read what is in the cache before them, the last one.
+    """How long passes take. Of those without a part of a prompt: a line through their tokens and durations. Of those
+    with one, whose attention reads what is in the cache before it, too: the last.
     """
 
     def __init__(self) -> None:
@@ -54,8 +51,9 @@ class Pace:
             self._sums = [old * _REMEMBERED + new for old, new in zip(self._sums, values, strict=True)]
 
     def tokens_of(self, num_passes: float, num_tokens: int, num_written: int) -> float:
-        """How many tokens a pass with a part has that takes as long as so many passes of so many tokens; more than
-        `num_written`, which it has besides. It nears them pass by pass. Infinite while nothing ran that says it.
+        """How many tokens a pass with a part has, those of `num_written` texts among them, to take as long as so many
+        passes of so many tokens: it nears them pass by pass. At least a short message beside what is written; infinite
+        while nothing ran that says it.
         """
         sums = self._sums
         if not sums[0]:
@@ -69,7 +67,7 @@ class Pace:
         each = min(seconds / tokens, max(0.0, (products * weight - tokens * seconds) / spread)) if spread > 0 else 0.0
         short_s = seconds / weight + each * (num_tokens - tokens / weight)
         step = min(2.0, max(0.5, num_passes * short_s / part_s)) if part_s > 0 else 2.0
-        return max(num_written + _LEAST_PART, size * step)
+        return max(num_written + SHORT_TOKENS, size * step)
 
 
 def _point(num_tokens: int, seconds: float, weight: float) -> list[float]:
@@ -85,9 +83,10 @@ class Turns(Scheduler):  # type: ignore[misc]
     left. Prompts that it cannot finish are left out beside those that it can, but not twice in a row; and of them, the
     one with the least left and the oldest take turns.
 
-    Who comes waits for the pass that runs. Beside others, a part of a prompt takes no longer than two passes of a short
-    message, so that one takes thrice as long as alone; where nobody has come yet, twelve, so that a prompt takes hardly
-    longer than in the largest parts. How many tokens those are is measured. What one pass can finish alone is not cut.
+    Who comes waits for the pass that runs. Beside others, a part of a prompt takes about as long as two passes of a
+    short message, so that one takes about thrice as long as alone; where nobody has come yet, as twelve, so that a
+    prompt takes hardly longer than in the largest parts. How many tokens those are is measured. What one pass can
+    finish alone is not cut.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -104,7 +103,8 @@ class Turns(Scheduler):  # type: ignore[misc]
         self._are_long_owed = False  # the last pass had room for parts of long prompts, and none in it
         self._pace = Pace()
         self._num_tokens, self._began_s = 0, 0.0  # of the last pass, and when it began
-        self._had_part = False  # the last pass had a part of a prompt that it did not finish
+        self._begun: set[str] = set()  # prompts of which a part was read
+        self._had_part = False  # the last pass had one
         self._during: list[str] = []  # who was active during it
         self._has_company = False  # others wrote since the prompts that are being read began
         self._is_oldests_turn = False  # of long prompts, the last parts were first of the oldest, not of the shortest
@@ -131,11 +131,17 @@ class Turns(Scheduler):  # type: ignore[misc]
         self.starved_requests = []
         self._in_pass = {future.state.request_id for future in batch}
         self._during, self._began_s, self._num_tokens = list(self.active_requests), now_s, num_tokens
-        self._had_part = any(future.state.status == RequestStatus.PREFILLING for future in batch)
+        self._had_part = self._note_parts()
         is_written = self._has_company or any(future.has_new_token for future in batch)
         self._has_company = is_written and bool(self._of_status(RequestStatus.PREFILLING))
         self._are_parts_first = bool(parts) and not any(state.request_id in self._in_pass for state in parts)
         return batch, is_decode, num_tokens, num_read
+
+    def _note_parts(self) -> bool:
+        """Whether the pass has a part of a prompt, the last one among them."""
+        reading = {state.request_id for state in self._of_status(RequestStatus.PREFILLING)}
+        before, self._begun = self._begun, reading & (self._begun | self._in_pass)
+        return bool(self._in_pass & (before | reading))
 
     def free_share(self) -> float:
         """Of the cache: what no request has. Any thread may ask."""
