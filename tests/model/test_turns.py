@@ -283,16 +283,23 @@ def test_parts_take_no_longer_where_tokens_do_that_have_much_before_them() -> No
         return took[-1]
 
     with passes(num_pages=700, budget=256, seconds=seconds) as made:
-        made.before = lambda number: made.ask(f"short {number}", drawn(12, number), 2) if number % 8 == 3 else None
-        for turn in range(2):
+
+        def come(number: int) -> None:
+            if turn != 1 and number % 8 == 3:
+                made.ask(f"short {number}", drawn(12, number), 2)
+
+        made.before = come
+        for turn in range(3):  # beside others, alone, beside others
             first, read = len(made.sizes), 0
-            made.ask(f"long {turn}", drawn(1600, turn), 1)
+            made.ask(f"long {turn}", drawn(1600, turn), 3)
             made.wait()
+            if turn == 1:
+                continue
             passed = zip(made.sizes[first:], took[first:], strict=True)
             parts = [duration for size, duration in passed if size not in (1, 12)][10:-1]
             assert len(parts) > 20 and max(parts) <= 1.3 * 2 * (0.02 + 0.001 * (SHORT_TOKENS + 1))
-        shorts = {name: num for name, num in made.first.items() if name.startswith("short")}
-        assert all(num == int(name.split()[1]) + 1 for name, num in shorts.items()), "in the next pass"
+        shorts = [num - int(name.split()[1]) for name, num in made.first.items() if name.startswith("short")]
+        assert set(shorts) <= {1, 2} and shorts.count(2) <= 1, "in the next pass, but where a long prompt is owed half"
 
 
 @keeps_all
