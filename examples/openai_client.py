@@ -16,8 +16,9 @@ print(f"{model.id}:")
 
 stream = client.chat.completions.create(
     model=model.id,
-    messages=[{"role": "user", "content": "Tell me of the sea."}],
+    messages=[{"role": "user", "content": "What is the capital of France?"}],
     max_tokens=40,
+    temperature=0,
     stream=True,
 )
 for chunk in stream:
