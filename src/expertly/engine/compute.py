@@ -37,7 +37,9 @@ the device's cache where several tokens made it.
 """
 
 _CHUNK_NBYTES, _SUMS_NBYTES = 256 << 10, 16 << 20
-"""The compiled products keep sums of each chunk of an expert and each of its rows: so many bytes a call, about."""
+"""Of the compiled products: weights in a chunk of an expert (EXPERTS_CHUNK_NBYTES of products.c), and about the most
+that the sums of a call take, H of float32 for each chunk and row.
+"""
 
 _PART_NBYTES = 2 << 20
 """Of weights that are decoded for a prompt at a time on a CPU, with what is computed from them; a block at least."""
@@ -160,7 +162,7 @@ class LayerCompute:
         """Of an expert, for the compiled products."""
         sums_nbytes = -(-geometry.expert_nbytes // _CHUNK_NBYTES) * geometry.hidden_size * 4
         self.most_rows = max(TASK_TOKENS, _SUMS_NBYTES // sums_nbytes)
-        """Of all experts of a call of theirs."""
+        """Of all experts together, in one call of the compiled products."""
 
     def begin_early(
         self, hidden: torch.Tensor, ids: torch.Tensor, spans: list[Span | None], choice: tuple[torch.Tensor, Any] | None

@@ -35,8 +35,8 @@ _BESIDE, _ALONE = 2.0, 12.0
 
 
 class Pace:
-    """How long passes take. Of those without a part of a prompt: a line through their tokens and durations. Of those
-    with one, whose attention reads what is in the cache before it, too: the last.
+    """How long passes take. For those without a part of a prompt: a line through their tokens and durations. For those
+    with a part, whose attention also reads what the cache holds before it: the last such pass.
     """
 
     def __init__(self) -> None:
