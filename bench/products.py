@@ -5,8 +5,8 @@
 
 A layer's experts lie one after the other, --mib of them and at least 16 times the last cache; each token has the next
 eight. `read`: GB/s at which torch sums the same memory up; `share`: of that, the experts' bytes. In turns, the best
-quarter of the rounds; with one thread its processor time counts, with several the time that passes. With llama_cpp
-installed `llama_cpp` is the rate of its own products with the same GGUF blocks, and `beside` ours over it.
+quarter of the rounds; with one thread its processor time counts, with several the time that passes. With xllamacpp
+installed `llama_cpp` is the rate of llama.cpp's own products with the same GGUF blocks, and `beside` ours over it.
 
 --out keeps what other kinds of processors measured. Bounds: `share` 0.80 with one thread and 0.90 with two; of Q2_K,
 Q3_K, IQ4_NL and IQ4_XS 0.60 with two, and `beside` 1 for the rest.
@@ -103,14 +103,13 @@ def experts_pass(stored: torch.Tensor, layer: LayerGeometry, dtype: torch.dtype,
 
 
 class Ggml:
-    """llama.cpp's products, by the libraries that the package llama_cpp brings along."""
+    """llama.cpp's products, by the library of the package xllamacpp, which is built for AVX2."""
 
     def __init__(self, folder: Path) -> None:
-        self._base = ctypes.CDLL(str(folder / "libggml-base.so"), ctypes.RTLD_GLOBAL)
-        self._cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"))
-        self._cpu.ggml_cpu_init()
+        self._library = ctypes.CDLL(str(folder / "xllamacpp.abi3.so"))
+        self._library.ggml_cpu_init()
         for name in ("init", "new_tensor_2d", "mul_mat", "new_graph_custom", "get_data"):
-            getattr(self._base, f"ggml_{name}").restype = ctypes.c_void_p
+            getattr(self._library, f"ggml_{name}").restype = ctypes.c_void_p
 
     def experts_pass(self, kind: int, mats: list[Matrix], shape: tuple[int, int], nbytes: int) -> tuple[Pass, int]:
         """Gate, up and down of experts one after the other, without what is between them; and their bytes."""
@@ -118,7 +117,7 @@ class Ggml:
         class Settings(ctypes.Structure):
             _fields_ = (("nbytes", ctypes.c_size_t), ("memory", ctypes.c_void_p), ("is_empty", ctypes.c_bool))
 
-        base, address, long = self._base, ctypes.c_void_p, ctypes.c_int64
+        base, address, long = self._library, ctypes.c_void_p, ctypes.c_int64
         of_expert = 2 * mats[0].numbers.nbytes + mats[1].numbers.nbytes
         num = -(-nbytes // of_expert)
         context = address(base.ggml_init(Settings(num * (of_expert + 65536) + (64 << 20), None, False)))
@@ -137,18 +136,18 @@ class Ggml:
             base.ggml_build_forward_expand(graph, address(base.ggml_mul_mat(context, tensor, x)))
 
         def run() -> None:
-            self._cpu.ggml_graph_compute_with_ctx(context, graph, torch.get_num_threads())
+            self._library.ggml_graph_compute_with_ctx(context, graph, torch.get_num_threads())
 
         run.free = lambda: base.ggml_free(context)  # type: ignore[attr-defined]
         return run, num * of_expert
 
 
 def ggml() -> Ggml | None:
-    spec = find_spec("llama_cpp")
+    spec = find_spec("xllamacpp")
     if spec is None or spec.origin is None:
-        print("llama_cpp is not installed: its own rates are left out")
+        print("xllamacpp is not installed: llama.cpp's own rates are left out")
         return None
-    return Ggml(Path(spec.origin).parent / "lib")
+    return Ggml(Path(spec.origin).parent)
 
 
 def last_cache_nbytes() -> int:

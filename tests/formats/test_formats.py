@@ -42,7 +42,7 @@ def test_every_format_is_tested() -> None:
     assert set(MATRICES) == set(FORMATS)
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "q2_k+iq4_nl+q3_k", "q8_0+iq2_s+nvfp4"])
+@pytest.mark.parametrize("name", [*FORMATS, "q2_k+iq4_nl+q3_k", "q8_0+iq2_s+nvfp4_global"])
 @pytest.mark.parametrize(("width", "hidden", "num_matrices"), SIZES)
 def test_packed_is_what_transformers_loads(
     name: str, width: int, hidden: int, num_matrices: int, monkeypatch: pytest.MonkeyPatch

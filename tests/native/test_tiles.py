@@ -28,7 +28,7 @@ def name_of(value: Any) -> str:
     return getattr(value, "name", str(value))
 
 
-MIXED = ("q2_k+iq4_nl+q3_k", "q8_0+iq2_s+nvfp4", "nvfp4+tq1_0+q4_0", "q4_0+q6_k")
+MIXED = ("q2_k+iq4_nl+q3_k", "q8_0+iq2_s+nvfp4_global", "nvfp4_global+tq1_0+q4_0", "q4_0+q6_k")
 """Formats of gate, up and down, whose groups differ."""
 
 

@@ -66,6 +66,23 @@ class _AsStored(_GgufBlocks):
         return torch.from_numpy(quants.dequantize(blocks, GGMLQuantizationType[self.type])).to(tiles.device)
 
 
+class _TQ1_0(_GgufBlocks):
+    """A tile is words of 4 bytes, each of which has five digits or four; then the scales."""
+
+    def tiles(self, parts: Sequence[Bytes]) -> Bytes:
+        (blocks,) = parts
+        words, scales = _dwords(blocks[..., :52]), blocks[..., 52:]
+        return np.concatenate([part.reshape(*blocks.shape[:-2], -1) for part in (words, scales)], axis=-1)
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        bytes_of = tiles[..., :832].unflatten(-1, (-1, 16, 4)).transpose(-2, -3).flatten(-2).int()  # [..., 16, 52]
+        parts = [
+            (part.unsqueeze(-2) * 3 ** torch.arange(num, device=tiles.device).unsqueeze(-1) & 255).flatten(-2)
+            for part, num in zip(bytes_of.split((32, 16, 4), dim=-1), (5, 5, 4), strict=True)
+        ]
+        return ((torch.cat(parts, dim=-1) * 3 >> 8) - 1).float() * _numbers(tiles, 832).unsqueeze(-1)
+
+
 class _IQ1_M(_AsStored):
     """Whose float16 number lies in four places."""
 
@@ -180,26 +197,27 @@ class _GgufMxfp4(Mxfp4Format):
         return super().parts_of(Matrix(torch.from_numpy(codes), torch.from_numpy(scales)))
 
 
-class _ScaledNvfp4(Nvfp4Format):
-    """GGUF's NVFP4 where a further tensor has a scale of the matrix: bytes as `scaled_nvfp4` takes them."""
+class _GgufNvfp4(Nvfp4Format):
+    """GGUF's NVFP4, and where a further tensor has a scale of the matrix: bytes as `nvfp4_of` takes them."""
 
     type = "NVFP4"
 
     def parts_of(self, matrix: Matrix) -> tuple[Bytes, ...]:
-        return super().parts_of(scaled_nvfp4(matrix.numbers))
+        return super().parts_of(nvfp4_of(matrix.numbers))
 
 
-def scaled_nvfp4(rows: torch.Tensor) -> Matrix:
-    """From rows of blocks, behind each of which is the matrix's scale: a block is 4 scales, then for each 8 bytes of
-    which the low halves are the first 8 inputs.
+def nvfp4_of(rows: torch.Tensor) -> Matrix:
+    """From rows of blocks, and the matrix's scale behind them where it has one: a block is 4 scales, then for each 8
+    bytes of which the low halves are the first 8 inputs.
     """
-    blocks = rows[:, :-4].numpy().reshape(len(rows), -1, 36)
+    is_scaled = rows.shape[1] % 36 == 4
+    blocks = rows[:, : -4 if is_scaled else None].numpy().reshape(len(rows), -1, 36)
     scales = np.where(blocks[..., :4] == 0x7F, np.uint8(0), blocks[..., :4])  # as llama.cpp takes it
     if (scales > 0x7F).any():
         raise CheckpointError("a scale below 0, in a block of NVFP4")
     codes = torch.from_numpy(_pairs(_fields(blocks[..., 4:], 8, 4)).reshape(len(rows), -1))
     numbers = torch.from_numpy(scales.reshape(len(rows), -1)).view(torch.float8_e4m3fn)
-    whole = float(rows[0, -4:].clone().view(torch.float32))
+    whole = float(rows[0, -4:].clone().view(torch.float32)) if is_scaled else 1.0
     return Matrix(codes, numbers, 4, 2 * codes.shape[1], is_e2m1=True, factor=whole)
 
 
@@ -277,22 +295,22 @@ GGUF_FORMATS = (
     _Rearranged("Q3_K", 10, 256, [(32, 96, 32, 2), (0, 32, 32, 1)], [(96, 108, _dwords), 108], _of_q3_k, middle=4),
     _Iq4("IQ4_NL", 11, 32, [(2, 18, 16, 4)], [0], _one_scale),
     _Iq4("IQ4_XS", 12, 256, [(8, 136, 16, 4)], [(4, 8, _as_it_is), (2, 4, _as_it_is), 0], _of_iq4_xs),
-    _AsStored("IQ2_XXS", 13, 256, 66, 0),
-    _AsStored("IQ2_XS", 14, 256, 74, 0),
-    _AsStored("IQ2_S", 15, 256, 82, 0),
-    _AsStored("IQ3_XXS", 16, 256, 98, 0),
-    _AsStored("IQ3_S", 17, 256, 110, 0),
-    _AsStored("IQ1_S", 18, 256, 50, 0),
-    _IQ1_M("IQ1_M", 19, 256, 56),
-    _AsStored("TQ1_0", 20, 256, 54, 52),
-    _AsStored("TQ2_0", 21, 256, 66, 64),
-    _AsStored("NVFP4", 22, 64, 36),
+    _TQ1_0("TQ1_0", 14, 256, 54, 52),
+    _Rearranged("TQ2_0", 15, 256, [(0, 64, 32, 2)], [64], _one_scale, middle=1),
+    _AsStored("IQ2_XXS", 16, 256, 66, 0),
+    _AsStored("IQ2_XS", 17, 256, 74, 0),
+    _AsStored("IQ2_S", 18, 256, 82, 0),
+    _AsStored("IQ3_XXS", 19, 256, 98, 0),
+    _AsStored("IQ3_S", 20, 256, 110, 0),
+    _AsStored("IQ1_S", 21, 256, 50, 0),
+    _IQ1_M("IQ1_M", 22, 256, 56),
 )
 SCALED_NVFP4 = "NVFP4, scaled"
 OF_GGUF_TYPE: dict[str, TiledFormat] = {
     **{form.type: form for form in GGUF_FORMATS},
     "MXFP4": _GgufMxfp4(),
-    SCALED_NVFP4: _ScaledNvfp4(),
+    "NVFP4": _GgufNvfp4(),
+    SCALED_NVFP4: _GgufNvfp4(),
 }
 """The format of a GGUF matrix, by GGUF's name of its type."""
 
@@ -324,13 +342,14 @@ class GgufLayout(Layout):
 
 
 def grids() -> bytes:
-    """GRIDS of native/blocks.h: the package's grids, and the values of IQ4_NL, more by 128."""
+    """GRIDS of native/blocks.h: the package's grids, more by 64, and the values of IQ4_NL, more by 128."""
     from gguf import quants
 
     tables = []
     for kind in (quants.IQ2_XXS, quants.IQ2_XS, quants.IQ2_S, quants.IQ3_XXS, quants.IQ3_S, quants.IQ1_S):
         kind.init_grid()
-        tables.append(np.asarray(kind.grid, np.int8).tobytes())
+        numbers = np.asarray(kind.grid) * 8 + 1 if kind is quants.IQ1_S else np.asarray(kind.grid)
+        tables.append((numbers + 64).astype(np.uint8).tobytes())
     return b"".join(tables) + (np.array(quants.IQ4_NL.kvalues) + 128).astype(np.uint8).tobytes()
 
 

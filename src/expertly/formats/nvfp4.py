@@ -23,7 +23,7 @@ _SCALES_NBYTES = TILE_OUTPUTS * _GROUP // 16
 
 class Nvfp4Format(TiledFormat):
     name = "nvfp4_global"
-    kernel = 25
+    kernel = 13
     group = _GROUP
     tile_nbytes = _CODES_NBYTES + _SCALES_NBYTES + 4
 

@@ -22,7 +22,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.formats import LAYOUTS, expert_format, layout_of
-from expertly.formats.gguf import scaled_nvfp4
+from expertly.formats.gguf import nvfp4_of
 from expertly.formats.layouts import Header, Layout
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 from expertly.model.dequantizer import Dequantize, extended, plain_name
@@ -566,7 +566,7 @@ def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None, *, as
     if as_bytes:
         return blocks
     if ref.factors:
-        return torch.stack([scaled_nvfp4(rows).weight() for rows in blocks.view(-1, *blocks.shape[-2:])]).view(shape)
+        return torch.stack([nvfp4_of(rows).weight() for rows in blocks.view(-1, *blocks.shape[-2:])]).view(shape)
     import gguf
 
     return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[ref.dtype]))

@@ -1,5 +1,5 @@
-/* Formats whose weights are code * scale - minimum, where a code is a whole number of up to 8 bits: MXFP4 and those of
- * GGUF. formats/mxfp4.py and formats/gguf.py say how the bytes of a tile are laid out. Included by tiles_body.h, once for
+/* Formats whose weights are code * scale - minimum, where a code is a whole number of up to 8 bits: MXFP4, NVFP4 and those
+ * of GGUF. formats/mxfp4.py, formats/nvfp4.py and formats/gguf.py say how the bytes of a tile are laid out. Included by tiles_body.h, once for
  * each instruction set.
  *
  * Products of codes and inputs are summed over a unit of 32 inputs, and the sum is scaled. There are three ways:
@@ -26,7 +26,7 @@ static const uint16_t E2M1_HALVES[16] = { /* 2 * value, as bfloat16 */
 /* The place of a unit's input i in the order in which codes are multiplied: byte place % 4 of word place / 4. */
 INLINE int place_in_unit(int format, int i) {
     return format >= INT4_G32 ? i % 2 * 16 + i / 2
-         : has_weights(format) || has_blocks(format) ? i
+         : has_weights(format) || has_blocks(format) || format == TQ1_0 ? i
          : i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
 }
 
@@ -40,20 +40,22 @@ INLINE int place_in_pairs(int format, int i) {
 /* Subtracted from each code as it is stored. INT4's offset is 8, in four sums that subtract 2 each. */
 INLINE int code_offset(int format) {
     return format >= INT4_G32 ? 2
-         : format == MXFP4    ? 12
+         : format == MXFP4 || format == NVFP4 ? 12
          : format == Q8_0 || format == IQ4_NL || format == IQ4_XS ? 128
          : format == Q4_0     ? 8
          : format == Q5_0     ? 16
          : format == Q6_K     ? 32
          : format == Q3_K     ? 4
+         : format == TQ1_0 || format == TQ2_0 ? 1
                               : 0;
 }
 
 /* The largest code as it is stored. */
 INLINE int largest_code(int format) {
-    return format == Q2_K                      ? 3
+    return format == TQ1_0                     ? 2
+         : format == Q2_K || format == TQ2_0   ? 3
          : format == Q3_K                      ? 7
-         : format == MXFP4                     ? 24
+         : format == MXFP4 || format == NVFP4  ? 24
          : format == Q5_K || format == Q5_0 || format == Q5_1 ? 31
          : format == Q6_K                      ? 63
          : code_offset(format) == 128          ? 255
@@ -62,8 +64,13 @@ INLINE int largest_code(int format) {
 
 /* Scales of a unit, for each output. */
 INLINE int scales_of_unit(int format) {
-    return format == Q6_K || format == Q2_K || format == Q3_K ? 2 : 1;
+    return format == Q6_K || format == Q2_K || format == Q3_K || format == NVFP4 ? 2 : 1;
 }
+
+/* Whether a weight is rounded after it has been scaled: such are multiplied as floats. */
+INLINE int is_rounded(int format, int dtype) { return format == NVFP4 && dtype != FLOAT32; }
+
+static const float E2M1_VALUES[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
 
 INLINE int has_minimum(int format) {
     return format == Q4_K || format == Q5_K || format == Q4_1 || format == Q5_1 || format == Q2_K;
@@ -71,6 +78,7 @@ INLINE int has_minimum(int format) {
 #endif
 
 typedef int8_t NAME(vb) __attribute__((vector_size(4 * V)));
+typedef uint16_t NAME(v16) __attribute__((vector_size(4 * V), aligned(1), may_alias));
 
 INLINE vf NAME(halves)(const char *p) {
     vf values;
@@ -82,6 +90,18 @@ INLINE vf NAME(halves)(const char *p) {
     return values;
 }
 
+/* Numbers of E2M1, from the lowest bits of `codes`. */
+INLINE vf NAME(e2m1)(vu codes) {
+#ifdef LOOKUP_IN
+    const vf values = LOOKUP_IN(*(const vf *)E2M1_VALUES, codes);
+    return V == 16 ? values : (vf)((vu)values | (codes & 8) << 28); /* a table of 8 has no signs */
+#else
+    vf values;
+    for (int i = 0; i < V; i++) values[i] = E2M1_VALUES[codes[i] & 15];
+    return values;
+#endif
+}
+
 INLINE vf NAME(float_of)(vu numbers) { return __builtin_convertvector((vi)numbers, vf); }
 
 /* -- codes and scales of a format -------------------------------------------------------------------------------------- */
@@ -91,6 +111,17 @@ INLINE void NAME(two_bits)(const char *p, int j, int i, int at, vu *codes) {
     for (int k = 0; k < 2; k++) codes[k] = *(const vu *)(p + (2 * j + i / 2) * 64 + at) >> (i % 2 * 4 + k * 2) & 0x03030303u;
 }
 
+/* Of TQ1_0: digits to base 3, of which a byte has five. Those of the first eight words' bytes are five units, those of four
+ * more words' bytes the next two and a half; the last word has four for the rest.
+ */
+INLINE vu NAME(digits)(const char *p, int j, int k) {
+    static const uint16_t POWERS[] = {1, 3, 9, 27, 81};
+    const int word = j < 5 ? k : j < 7 || k < 4 ? 8 + k % 4 : 12, digit = j < 5 ? j : j < 7 || k < 4 ? (j - 5) * 2 + k / 4 : k - 4;
+    const NAME(v16) bytes = *(const NAME(v16) *)(p + word * 64), power = (NAME(v16)){0} + POWERS[digit];
+    const NAME(v16) low = (bytes & 255) * power & 255, high = (bytes >> 8) * power & 255; /* the digit is the highest now */
+    return (vu)(low * 3 >> 8 | (high * 3 & 0xff00));
+}
+
 /* Words 2 i and 2 i + 1 of unit j of a tile, for outputs w * V to w * V + V - 1. */
 INLINE void NAME(codes)(int format, const char *p, int w, int j, int i, vu *codes) {
     const int at = w * V * 4;
@@ -98,7 +129,11 @@ INLINE void NAME(codes)(int format, const char *p, int w, int j, int i, vu *code
         for (int k = 0; k < 2; k++) codes[k] = *(const vu *)(p + (2 * i + k) * 64 + at) ^ 0x80808080u;
         return;
     }
-    if (format == Q2_K || format == Q3_K) {
+    if (format == TQ1_0) {
+        for (int k = 0; k < 2; k++) codes[k] = NAME(digits)(p + at, j, 2 * i + k);
+        return;
+    }
+    if (format == Q2_K || format == Q3_K || format == TQ2_0) {
         NAME(two_bits)(p, j, i, at, codes);
         for (int k = 0; k < 2 && format == Q3_K; k++)
             codes[k] |= (*(const vu *)(p + 1024 + j * 64 + at) >> (2 * i + k) & 0x01010101u) << 2;
@@ -107,8 +142,9 @@ INLINE void NAME(codes)(int format, const char *p, int w, int j, int i, vu *code
     const vu word = *(const vu *)(p + (j * 4 + i) * 64 + at);
     codes[0] = word & 0x0f0f0f0fu;
     codes[1] = word >> 4 & 0x0f0f0f0fu;
-    if (format == MXFP4 || format == IQ4_NL || format == IQ4_XS)
-        for (int k = 0; k < 2; k++) codes[k] = SHUFFLE(format == MXFP4 ? E2M1_CODES : GRIDS.iq4_nl, codes[k]);
+    if (format == MXFP4 || format == NVFP4 || format == IQ4_NL || format == IQ4_XS)
+        for (int k = 0; k < 2; k++)
+            codes[k] = SHUFFLE(format == IQ4_NL || format == IQ4_XS ? GRIDS.iq4_nl : E2M1_CODES, codes[k]);
     if (format == Q5_K || format == Q5_0 || format == Q5_1) { /* the fifth bits of word k are bit k of these bytes */
         const vu bits = *(const vu *)(p + (format == Q5_K ? 2048 : 256) + j * 64 + at);
         for (int k = 0; k < 2; k++) codes[k] |= (bits >> (2 * i + k) & 0x01010101u) << 4;
@@ -120,6 +156,14 @@ INLINE void NAME(codes)(int format, const char *p, int w, int j, int i, vu *code
     }
 }
 
+/* Of NVFP4, for 16 inputs: bytes as fp8.h has them, times the matrix's scale or, where that is negative, divided by it. */
+INLINE vf NAME(nvfp4_scale)(const char *p, int w, int part) {
+    float whole;
+    memcpy(&whole, p + 1152, 4);
+    const vf scales = NAME(fp8_any)(FLOAT32, BYTES(p + 1024 + part * 16 + w * V), (vf){0} + 1.f);
+    return whole < 0 ? scales / -whole : scales * whole;
+}
+
 /* The scale of unit j, of its half `half` where each has one, and the minimum. */
 INLINE vf NAME(code_scale)(int format, const char *p, int w, int j, int half, vf *minimum) {
     *minimum = (vf){0};
@@ -127,7 +171,9 @@ INLINE vf NAME(code_scale)(int format, const char *p, int w, int j, int half, vf
         const vu bits = BYTES(p + 256 + w * V);
         return (vf)((bits << 23) | ((vu)(bits == 0) & 0x00400000u)) * .5f;
     }
+    if (format == NVFP4) return NAME(nvfp4_scale)(p, w, 2 * j + half) * .5f;
     if (format == Q4_0 || format == IQ4_NL) return NAME(halves)(p + 256 + w * V * 2);
+    if (format == TQ1_0 || format == TQ2_0) return NAME(halves)(p + (format == TQ1_0 ? 832 : 1024) + w * V * 2);
     if (format == Q8_0) return NAME(halves)(p + 512 + w * V * 2);
     if (format == Q4_1 || format == Q5_0 || format == Q5_1) {
         p += (format == Q4_1 ? 256 : 320) + w * V * 2;
@@ -172,6 +218,15 @@ INLINE vf NAME(code_values)(int offset, vu codes, int b) {
     return NAME(float_of)(numbers << (24 - b * 8) & 0xff000000u);
 }
 
+INLINE uint32_t NAME(largest_of)(const float *values, uint32_t largest) {
+    for (int i = 0; i < UNIT; i++) {
+        uint32_t bits;
+        memcpy(&bits, values + i, 4);
+        largest = (bits & 0x7fffffffu) > largest ? bits & 0x7fffffffu : largest;
+    }
+    return largest;
+}
+
 #ifdef ADD_BYTES
 /* Whether codes of a format are multiplied by words. */
 #ifdef ADD_WORDS
@@ -187,20 +242,36 @@ INLINE int NAME(is_signed)(int format) { return largest_code(format) > 127; }
 INLINE int NAME(is_signed)(int format) { return (void)format, 0; }
 #endif
 
-/* Writes a unit's inputs, which are in the order of their places, as fixed point. `largest`: the bits of the largest
- * absolute input of all units that share a scale. The loops are simple so that compilers vectorise them.
+/* Numbers as whole ones less than 2^22, times the result. `largest`: the bits of the largest absolute number of all that
+ * share a scale. The loops here are simple so that compilers vectorise them.
  */
-INLINE void NAME(fix)(int format, uint32_t largest, const float *values, unit *to) {
-    const int num = UNIT / scales_of_unit(format);
+INLINE float NAME(whole_numbers)(uint32_t largest, const float *values, int32_t *numbers) {
     const uint32_t exponent = largest >> 23 < 30 ? 30 : largest >> 23; /* a largest below 2^-97 counts as that */
     const uint32_t factor_bits = (275 - exponent) << 23;               /* makes the largest less than 2^22 */
     const uint32_t scale_bits = exponent == 255 ? 0x7fc00000u : (exponent - 21) << 23; /* not finite: all NaN */
-    float factor, rounded[UNIT];
-    int32_t numbers[UNIT];
+    float factor, scale, rounded[UNIT];
     memcpy(&factor, &factor_bits, 4);
+    memcpy(&scale, &scale_bits, 4);
     for (int i = 0; i < UNIT; i++) rounded[i] = values[i] * factor + 0x1.8p23f; /* rounds to a whole number */
-    memcpy(numbers, rounded, sizeof numbers);
+    memcpy(numbers, rounded, sizeof rounded);
     for (int i = 0; i < UNIT; i++) numbers[i] -= 0x4b400000;
+    return scale;
+}
+
+/* The lowest digit of each, which is taken from it. */
+INLINE void NAME(take_digit)(int32_t *numbers, int8_t *digits) {
+    for (int i = 0; i < UNIT; i++) {
+        const int32_t digit = ((numbers[i] & 255) ^ 128) - 128;
+        digits[i] = (int8_t)digit;
+        numbers[i] = (numbers[i] - digit) >> 8;
+    }
+}
+
+/* Writes a unit's inputs, which are in the order of their places, as fixed point. */
+INLINE void NAME(fix)(int format, uint32_t largest, const float *values, unit *to) {
+    const int num = UNIT / scales_of_unit(format);
+    int32_t numbers[UNIT];
+    const float scale = NAME(whole_numbers)(largest, values, numbers);
     if (NAME(is_wide)(format)) {
         for (int i = 0; i < UNIT; i++) { /* of four, those at even places first */
             const int32_t digit = ((numbers[i] & 4095) ^ 2048) - 2048;
@@ -208,16 +279,12 @@ INLINE void NAME(fix)(int format, uint32_t largest, const float *values, unit *t
             to->wide.digits[0][place] = (int16_t)digit;
             to->wide.digits[1][place] = (int16_t)((numbers[i] - digit) >> 12);
         }
-        memcpy(&to->wide.scale, &scale_bits, 4);
+        to->wide.scale = scale;
         return;
     }
     for (int d = 0; d < 3; d++) {
         int8_t digits[UNIT];
-        for (int i = 0; i < UNIT; i++) {
-            const int32_t digit = ((numbers[i] & 255) ^ 128) - 128;
-            digits[i] = (int8_t)digit;
-            numbers[i] = (numbers[i] - digit) >> 8;
-        }
+        NAME(take_digit)(numbers, digits);
         memcpy(to->fixed.digits[d], digits, sizeof digits);
         for (int first = 0; first < UNIT; first += num) {
             int32_t sum = 0;
@@ -225,7 +292,32 @@ INLINE void NAME(fix)(int format, uint32_t largest, const float *values, unit *t
             to->fixed.start[first / num][d] = NAME(is_signed)(format) ? 0 : -code_offset(format) * sum;
         }
     }
-    memcpy(&to->fixed.scale, &scale_bits, 4);
+    to->fixed.scale = scale;
+}
+
+/* A row of inputs for BLOCK_FORMATS. */
+static void NAME(prepare_blocks)(int dtype, const char *x, int64_t width, unit *out) {
+    const int64_t itemsize = NAME(itemsize)(dtype);
+    for (; width; width -= MAX_GROUP, x += MAX_GROUP * itemsize, out += MAX_GROUP / UNIT) {
+        block_inputs *to = (block_inputs *)out;
+        float values[MAX_GROUP / UNIT][UNIT];
+        uint32_t largest = 0;
+        NAME(widen)(dtype, x, MAX_GROUP, values[0]);
+        for (int j = 0; j < MAX_GROUP / UNIT; j++) largest = NAME(largest_of)(values[j], largest);
+        for (int j = 0; j < MAX_GROUP / UNIT; j++) {
+            int32_t numbers[UNIT];
+            to->scale = NAME(whole_numbers)(largest, values[j], numbers);
+            for (int d = 0; d < 3; d++) {
+                int8_t *digits = to->digits[d] + j * UNIT;
+                NAME(take_digit)(numbers, digits);
+                for (int half = 0; half < 2; half++) {
+                    int sum = 0;
+                    for (int i = half * 16; i < half * 16 + 16; i++) sum += digits[i];
+                    to->sums[d][2 * j + half] = (int16_t)sum;
+                }
+            }
+        }
+    }
 }
 #endif
 
@@ -239,7 +331,7 @@ INLINE void NAME(prepare_pairs)(int format, const char *x, int64_t width, unit *
 
 /* A row of inputs as units in fixed point or float32, for tiles of a format. */
 INLINE void NAME(prepare_units)(int format, int dtype, const char *x, int64_t width, unit *out) {
-    const int num = format >= INT4_G32 || has_blocks(format) ? tile_group(format) / UNIT : 1; /* that share a scale */
+    const int num = format >= INT4_G32 ? tile_group(format) / UNIT : 1; /* that share a scale */
     for (int64_t j = 0; j < width; j += num * UNIT, out += num) {
         float values[MAX_GROUP / UNIT][UNIT];
         uint32_t largest = 0;
@@ -248,16 +340,12 @@ INLINE void NAME(prepare_units)(int format, int dtype, const char *x, int64_t wi
                 values[k][place_in_unit(format, i)] =
                     NAME(value)(dtype, x + (j + k * UNIT + i) * NAME(itemsize)(dtype));
             out[k].sums[0] = out[k].sums[1] = 0;
-            for (int i = 0; i < UNIT; i++) {
-                uint32_t bits;
-                memcpy(&bits, values[k] + i, 4);
-                largest = (bits & 0x7fffffffu) > largest ? bits & 0x7fffffffu : largest;
-                out[k].sums[i * scales_of_unit(format) / UNIT] += values[k][i];
-            }
+            for (int i = 0; i < UNIT; i++) out[k].sums[i * scales_of_unit(format) / UNIT] += values[k][i];
+            largest = NAME(largest_of)(values[k], largest);
         }
         for (int k = 0; k < num; k++) {
 #ifdef ADD_BYTES
-            if (!has_weights(format)) {
+            if (!has_weights(format) && !is_rounded(format, dtype)) {
                 NAME(fix)(format, largest, values[k], out + k);
                 continue;
             }
@@ -405,6 +493,26 @@ INLINE void NAME(codes_add)(int format, int N, const char *p, const unit *x, int
         }
     }
 }
+/* The same of weights that are rounded. */
+INLINE void NAME(rounded_add)(int dtype, int N, const char *p, const unit *x, int64_t x_stride, float *sums, int64_t stride) {
+    for (int w = 0; w < W; w++) {
+        vf a[MAX_TOKENS][2];
+        for (int t = 0; t < N; t++) a[t][0] = a[t][1] = (vf){0};
+        for (int part = 0; part < 8; part++) {
+            const vf scale = NAME(nvfp4_scale)(p, w, part);
+            for (int word = part * 2; word < part * 2 + 2; word++) {
+                const char *q = p + word * 64 + w * V * 4;
+                if (w == 0) NAME(fetch)(q + AHEAD, 1);
+                UNROLLED for (int i = 0; i < 8; i++) {
+                    const vf weights = NAME(rounded)(dtype, NAME(e2m1)(*(const vu *)q >> 4 * i) * scale);
+                    for (int t = 0; t < N; t++)
+                        a[t][i % 2] += weights * x[t * x_stride + word / 4].x[word % 4 * 8 + i % 2 * 4 + i / 2];
+                }
+            }
+        }
+        for (int t = 0; t < N; t++) ((vf *)(sums + t * stride))[w] += a[t][0] + a[t][1];
+    }
+}
 #undef TOGETHER
 #undef UNROLLED
 
@@ -446,9 +554,9 @@ INLINE void NAME(codes_decode)(int format, const char *p, float (*out)[16]) {
                 const vf scale = NAME(code_scale)(format, p, w, j, k / num, &minimum);
                 for (int b = 0; b < 4; b++) {
                     const vf value = NAME(code_values)(code_offset(format), codes[k], b);
-                    const int i = k / 2 * 8 + k % 2 + 2 * b;
+                    const int i = format == TQ1_0 ? 4 * k + b : k / 2 * 8 + k % 2 + 2 * b;
                     vf *weights = (vf *)(out[j * UNIT + i] + w * V);
-                    if (format == MXFP4) *weights = value * 0x1p-24f * scale; /* scale * 2^-24 may underflow */
+                    if (format == MXFP4 || format == NVFP4) *weights = value * 0x1p-24f * scale; /* scale * 2^-24 may underflow */
                     else *weights = value * (scale * 0x1p-24f) - minimum;
                 }
             }

@@ -43,7 +43,7 @@ those of a prompt for which a tile of quantised weights is decoded once.
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 35
+VERSION = 36
 """Of the interface that is called here; products.c says the same number."""
 
 PLAIN = (nn.Parameter, torch.Tensor)

@@ -73,9 +73,14 @@ INLINE void put_half(float value, char *p) {
 #define BYTES_HAVE_SIGNS
 #define ADD_BYTES(sums, codes, inputs) ((vi)vdotq_s32((int32x4_t)(sums), (int8x16_t)(codes), (int8x16_t)(inputs)))
 #define ADDED_BYTES(sums) (sums)
-#define DOT_SIGNED(numbers, inputs) ((vi)vdotq_s32(vdupq_n_s32(0), (int8x16_t)(numbers), inputs))
-#define NUMBERS_AT(p, step) vld1q_s8(p)
-#define SPREAD_SCALES(p) ((vf){0} + (p)[0])
+#define ADD_SCALED(sums, numbers, p, scales) \
+    ((sums) + (vi)vdotq_s32(vdupq_n_s32(0), (int8x16_t)(numbers), vld1q_s8(p)) * (scales))
+#define SCALES_AT(p) ((int32_t)(p)[0])
+INLINE int32x4_t less_starts(int32x4_t sums, const int16_t *scales, const int16_t *p) {
+    for (int i = 0; i < 16; i += 4) sums = vmlsq_s32(sums, vmovl_s16(vld1_s16(scales + i)), vshll_n_s16(vld1_s16(p + i), 6));
+    return sums;
+}
+#define LESS_STARTS(sums, scales, p) ((vi)less_starts((int32x4_t)(sums), scales, p))
 #define REPEAT(p) vld1q_u8((const uint8_t *)(p))
 #define SHUFFLE_EACH(t, codes) ((vu)vqtbl1q_u8((uint8x16_t)(t), (uint8x16_t)(codes)))
 #define JOIN(p, at) vld1q_u8((const uint8_t *)(p) + (at)[0])
@@ -94,6 +99,7 @@ INLINE void put_half(float value, char *p) {
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+typedef int32_t two_numbers __attribute__((aligned(1), may_alias));
 #if defined(__clang__) || __GNUC__ >= 10
 #define HAS_PAIRS 1 /* the compiler knows AVX512-BF16 */
 #endif
@@ -125,13 +131,26 @@ INLINE void put_half(float value, char *p) {
 #define ADD_WORDS(sums, codes, even, odd)                                                                              \
     ((sums) + (vi)_mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16((__m256i)(codes), 8), 8), (__m256i)(even)) +   \
      (vi)_mm256_madd_epi16(_mm256_srai_epi16((__m256i)(codes), 8), (__m256i)(odd)))
-#define DOT_SIGNED(numbers, inputs)                                                                                       \
-    ((vi)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(inputs), _mm256_sign_epi8((__m256i)(numbers), inputs)), \
-                           _mm256_set1_epi16(1)))
-#define NUMBERS_AT(p, step) _mm256_loadu_si256((const __m256i_u *)(p))
-#define SPREAD_SCALES(p)                                                                                            \
-    ((vf)_mm256_permutevar8x32_ps(_mm256_castpd_ps(_mm256_broadcast_sd((const double *)(p))),                      \
-                                  _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)))
+#define ADD_SCALED(sums, numbers, p, scales)                                                                            \
+    ((sums) + (vi)_mm256_madd_epi16(                                                                                    \
+                  _mm256_maddubs_epi16((__m256i)(numbers), _mm256_loadu_si256((const __m256i_u *)(p))), scales))
+#define SCALES_AT(p)                                                                                                    \
+    _mm256_shuffle_epi8(_mm256_set1_epi32(*(const two_numbers *)(p)),                                                   \
+                        _mm256_setr_epi64x(0x0100010001000100, 0x0100010001000100, 0x0302030203020302, 0x0302030203020302))
+#define TIMES_STARTS(scales, p)                                                                                         \
+    _mm256_madd_epi16(_mm256_slli_epi16(_mm256_loadu_si256((const __m256i_u *)(scales)), 6),                            \
+                      _mm256_loadu_si256((const __m256i_u *)(p)))
+#define LESS_STARTS(sums, scales, p) ((vi)_mm256_sub_epi32((__m256i)(sums), TIMES_STARTS(scales, p)))
+#define EACH_BIT _mm256_set1_epi64x((long long)0x8040201008040201)
+#define LESS_WHERE(bits, no, yes, by)                                                                                   \
+    ((vu)_mm256_blendv_epi8(                                                                                            \
+        (__m256i)(no), _mm256_sub_epi8((__m256i)(yes), (__m256i)(by)),                                                  \
+        _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(*(const two_numbers *)(bits)),         \
+                                                               _mm256_setr_epi64x(0, 0x0101010101010101,                \
+                                                                                  0x0202020202020202,                   \
+                                                                                  0x0303030303030303)),                 \
+                                           EACH_BIT),                                                                   \
+                          EACH_BIT)))
 #define REPEAT(p) _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(p)))
 #define SHUFFLE_EACH(t, codes) ((vu)_mm256_shuffle_epi8((__m256i)(t), (__m256i)(codes)))
 #define JOIN(p, at) \
@@ -163,16 +182,17 @@ INLINE void put_half(float value, char *p) {
 #define MOST_ADDED(code) 8
 #define ADD_BYTES(sums, codes, inputs) ((vi)_mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(codes), (__m512i)(inputs)))
 #define ADDED_BYTES(sums) (sums)
-#define DOT_SIGNED(numbers, inputs)                                                                 \
-    ((vi)_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_abs_epi8(inputs),                       \
-                             _mm512_mask_sub_epi8((__m512i)(numbers), _mm512_movepi8_mask(inputs), \
-                                                  _mm512_setzero_si512(), (__m512i)(numbers))))
-#define NUMBERS_AT(p, step)                                                                                    \
-    _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i_u *)(p))),                     \
-                       _mm256_loadu_si256((const __m256i_u *)((const char *)(p) + (step))), 1)
-#define SPREAD_SCALES(p)                                                                                            \
-    ((vf)_mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),                  \
-                               _mm512_castps128_ps512(_mm_loadu_ps(p))))
+#define ADD_SCALED(sums, numbers, p, scales)                                                                            \
+    ((vi)_mm512_dpwssd_epi32((__m512i)(sums), _mm512_maddubs_epi16((__m512i)(numbers), _mm512_loadu_si512(p)), scales))
+#define SCALES_AT(p)                                                                                                    \
+    _mm512_shuffle_epi8(_mm512_set1_epi64((long long)eight_at(p)),                                                      \
+                        _mm512_setr_epi64(0x0100010001000100, 0x0100010001000100, 0x0302030203020302,                   \
+                                          0x0302030203020302, 0x0504050405040504, 0x0504050405040504,                   \
+                                          0x0706070607060706, 0x0706070607060706))
+#define LESS_STARTS(sums, scales, p)                                                                                    \
+    ((vi)_mm512_sub_epi32((__m512i)(sums), _mm512_zextsi256_si512(TIMES_STARTS(scales, p))))
+#define LESS_WHERE(bits, no, yes, by)                                                                                   \
+    ((vu)_mm512_mask_sub_epi8((__m512i)(no), (__mmask64)eight_at(bits), (__m512i)(yes), (__m512i)(by)))
 #define LOAD_LANE(p) _mm_loadu_si128((const __m128i *)(p))
 #define REPEAT(p) _mm512_broadcast_i32x4(LOAD_LANE(p))
 #define SHUFFLE_EACH(t, codes) ((vu)_mm512_shuffle_epi8((__m512i)(t), (__m512i)(codes)))
@@ -228,7 +248,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 35; }
+int expertly_products_version(void) { return 36; }
 
 /* Tables to decode with, as GRIDS has them, before anything is decoded. */
 int expertly_products_grids(const char *bytes, int64_t nbytes) {

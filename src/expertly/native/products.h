@@ -155,7 +155,7 @@ typedef struct {
 
 /* X(number, prefix of its functions, inputs of a tile, bytes of a tile). A format in Python names the number as `kernel`.
  * Functions of CODE_FORMATS are in codes.h, those of BLOCK_FORMATS in blocks.h, those of INT4_FORMATS in int4.h, those of
- * WEIGHT_FORMATS in fp8.h and nvfp4.h.
+ * WEIGHT_FORMATS in fp8.h.
  */
 #define CODE_FORMATS(X) \
     X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2) \
@@ -170,7 +170,10 @@ typedef struct {
     X(Q2_K, q2_k, 256, 16 * 84) \
     X(Q3_K, q3_k, 256, 16 * 110) \
     X(IQ4_NL, iq4_nl, 32, 16 * 18) \
-    X(IQ4_XS, iq4_xs, 256, 16 * 136)
+    X(IQ4_XS, iq4_xs, 256, 16 * 136) \
+    X(NVFP4, nvfp4, 128, 16 * (128 / 2 + 128 / 16) + 4) \
+    X(TQ1_0, tq1_0, 256, 16 * 54) \
+    X(TQ2_0, tq2_0, 256, 16 * 66)
 #define BLOCK_FORMATS(X) \
     X(IQ2_XXS, iq2_xxs, 256, 16 * 66) \
     X(IQ2_XS, iq2_xs, 256, 16 * 74) \
@@ -178,14 +181,10 @@ typedef struct {
     X(IQ3_XXS, iq3_xxs, 256, 16 * 98) \
     X(IQ3_S, iq3_s, 256, 16 * 110) \
     X(IQ1_S, iq1_s, 256, 16 * 50) \
-    X(IQ1_M, iq1_m, 256, 16 * 56) \
-    X(TQ1_0, tq1_0, 256, 16 * 54) \
-    X(TQ2_0, tq2_0, 256, 16 * 66) \
-    X(NVFP4, nvfp4, 64, 16 * 36)
+    X(IQ1_M, iq1_m, 256, 16 * 56)
 #define WEIGHT_FORMATS(X) \
     X(FP8, fp8, 128, 16 * 128 + 4) \
-    X(FP8_ROWS, fp8_rows, 128, 16 * 128 + 16 * 4) \
-    X(NVFP4_GLOBAL, nvfp4_global, 128, 16 * (128 / 2 + 128 / 16) + 4)
+    X(FP8_ROWS, fp8_rows, 128, 16 * 128 + 16 * 4)
 #define INT4_FORMATS(X) \
     X(INT4_G32, int4_g32, 32, 16 * (32 / 2 + 2)) \
     X(INT4_G128, int4_g128, 128, 16 * (128 / 2 + 2)) \
@@ -213,7 +212,7 @@ enum { MAX_GROUP = 256 }; /* the largest tile_group */
 /* Whether it is one of WEIGHT_FORMATS, whose inputs are float32 in their own order. */
 INLINE int has_weights(int format) { return format >= FP8 && format < INT4_G32; }
 
-/* Whether its blocks are unpacked before they are multiplied. */
+/* Whether its tiles are blocks as they are in a file. */
 INLINE int has_blocks(int format) { return format >= IQ2_XXS && format < FP8; }
 
 #define X(F, f, group, nbytes) \
@@ -263,6 +262,16 @@ typedef struct {
     };
     float sums[2];
 } unit;
+
+/* 256 inputs of a token for BLOCK_FORMATS, at the place of their units: digits as `unit.fixed` has them, and of each the sums
+ * of 16.
+ */
+typedef struct {
+    int8_t digits[3][MAX_GROUP];
+    int16_t sums[3][MAX_GROUP / 16];
+    float scale;
+} block_inputs;
+_Static_assert(sizeof(block_inputs) <= MAX_GROUP / UNIT * sizeof(unit), "they have the place of their units");
 
 /* Bytes of a row of inputs as units. */
 INLINE int64_t tile_row_nbytes(int64_t width) { return width / UNIT * (int64_t)sizeof(unit); }

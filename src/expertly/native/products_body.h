@@ -570,9 +570,10 @@ static const instruction_set NAME(pairs_set) = SET(PAIRS_LABEL, 1);
 #undef MOST_ADDED
 #undef ADD_WORDS
 #undef BYTES_HAVE_SIGNS
-#undef DOT_SIGNED
-#undef NUMBERS_AT
-#undef SPREAD_SCALES
+#undef ADD_SCALED
+#undef SCALES_AT
+#undef LESS_STARTS
+#undef LESS_WHERE
 #undef REPEAT
 #undef SHUFFLE_EACH
 #undef JOIN

@@ -9,9 +9,10 @@
  *   ADDED_BYTES(sums)   of such sums that began with 0 those of each four bytes
  *   MOST_ADDED(code)    how often codes up to this one may be added before, 1, 2, 4 or 8
  *   BYTES_HAVE_SIGNS    where `codes` have a sign there, too
- *   DOT_SIGNED(numbers, inputs)  sums of each four products of bytes with a sign; numbers are -127 to 127
- *   NUMBERS_AT(p, step) 4 V bytes at p, where V is 16 half of them `step` bytes further on
- *   SPREAD_SCALES(p)    each of the floats at p four times
+ *   ADD_SCALED(sums, numbers, p, scales)  adds products of bytes, those at p with a sign, `numbers` 0 to 127, times scales
+ *   SCALES_AT(p)        such scales, of each 16 numbers a whole one
+ *   LESS_STARTS(sums, scales, p)  sums less 64 times products of 16 scales and the 16 numbers at p
+ *   LESS_WHERE(bits, no, yes, by)  where V is 8 or 16: less_where
  *   ADD_WORDS(sums, codes, even, odd)  where codes above 127 are not for ADD_BYTES: adds to each of V sums the products of
  *                       four bytes with a sign; of those at even places the inputs are the words of `even`
  *   REPEAT(p)           the 16 bytes at p, repeated to fill a vector
@@ -31,7 +32,7 @@
  * Weights are decoded in registers. Sums are float32, but for sums of a unit or a group in integers (codes.h, int4.h), and
  * their order depends on the sizes alone.
  *
- * Formats of CODE_FORMATS and INT4_FORMATS (products.h) are in codes.h and int4.h, what unpacks those of BLOCK_FORMATS in
+ * Formats of CODE_FORMATS and INT4_FORMATS (products.h) are in codes.h and int4.h, what reads those of BLOCK_FORMATS in
  * blocks.h. Each of WEIGHT_FORMATS is a header with
  *   NAME(f_add)(dtype, N, p, x, x_stride, sums, stride)  multiplies the tile at `p`, its weights rounded to `dtype`, with
  *                              a group of inputs of N tokens, which lie x_stride units apart, and adds the products to
@@ -75,93 +76,196 @@ INLINE vf NAME(rounded)(int dtype, vf values) {
     return values;
 }
 
-#include "codes.h"
 #include "fp8.h"
-#include "nvfp4.h"
+#include "codes.h"
 #include "int4.h"
 
 /* -- blocks ------------------------------------------------------------------------------------------------------------ */
 
-/* An output's block: numbers[group], and scales[group / 16]. */
-typedef void NAME(unpacker)(const uint8_t *restrict block, int8_t *restrict numbers, float *restrict scales);
-#define EACH(F, f, group, nbytes)                                                                                         \
-    static __attribute__((noinline)) void NAME(f##_unpack)(const uint8_t *restrict block, int8_t *restrict numbers,       \
-                                                           float *restrict scales) {                                      \
-        for (int j = 0; j < group / UNIT; j++) f##_unit(block, j, numbers + j * UNIT, scales + 2 * j);                    \
-    }
-BLOCK_FORMATS(EACH)
-#undef EACH
-#define EACH(F, f, group, nbytes) [F] = NAME(f##_unpack),
-static NAME(unpacker) *const NAME(unpackers)[NUM_FORMATS] = {BLOCK_FORMATS(EACH)};
-#undef EACH
+typedef uint64_t NAME(v64) __attribute__((vector_size(4 * V)));
 
-/* The numbers of an output's block times those of N tokens, and their scales: a vector of sums for each. */
-INLINE void NAME(add_numbers)(int N, int num_units, const int8_t *numbers, const float *scales, const unit *x,
-                              int64_t x_stride, vf *sums) {
-    for (int t = 0; t < N; t++) {
-        const unit *one = x + t * x_stride;
-        vf low = {0}, high = {0};
-#ifdef ADD_BYTES
-        for (int j = 0, num = V == 16 ? 2 : 1; j < num_units; j += num)
-            for (int half = 0; half < (V == 4 ? 2 : 1); half++) {
-                const vu of = *(const vu *)(numbers + j * UNIT + half * 16);
-                vi products[3];
-                for (int d = 0; d < 3; d++) products[d] = DOT_SIGNED(of, NUMBERS_AT(one[j].fixed.digits[d] + half * 16, sizeof(unit)));
-                const vf scale = SPREAD_SCALES(scales + 2 * j + half);
-                low += __builtin_convertvector(products[0] + (products[1] << 8), vf) * scale;
-                high += __builtin_convertvector(products[2], vf) * scale;
-            }
-        sums[t] = (high * 65536.f + low) * one->fixed.scale;
+#if V == 16
+#define EIGHT_LANES(of) {of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)}
+#define FOUR_LANES(of) \
+    {of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7), of(8), of(9), of(10), of(11), of(12), of(13), of(14), of(15)}
+#elif V == 8
+#define EIGHT_LANES(of) {of(0), of(1), of(2), of(3)}
+#define FOUR_LANES(of) {of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)}
 #else
-        for (int i = 0; i < num_units * UNIT; i += V)
-            low += __builtin_convertvector(*(const NAME(vs) *)(numbers + i), vf) * *(const vf *)(one[i / UNIT].x + i % UNIT) *
-                   scales[i / 16];
-        sums[t] = low + high;
+#define EIGHT_LANES(of) {of(0), of(1)}
+#define FOUR_LANES(of) {of(0), of(1), of(2), of(3)}
 #endif
+
+#define UNROLLED _Pragma("GCC unroll 8") /* so that places are known as code is made */
+
+INLINE void NAME(read_block)(int format, const uint8_t *block, block_parts *to) {
+    to->block = block;
+    switch (format) {
+#define EACH(F, f, group, nbytes) \
+    case F: f##_read(block, to); break;
+        BLOCK_FORMATS(EACH)
+#undef EACH
     }
 }
 
-/* Adds a tile times a group of inputs of N tokens to 16 sums of each. */
+INLINE float NAME(factor_of)(int format, const block_parts *of) {
+#if HAS_HALF
+    return HALF_VALUE((const char *)&of->half) * block_factor(format);
+#else
+    return half_number(&of->half) * block_factor(format);
+#endif
+}
+
+/* Rows of a grid of 8 or of 4 numbers, from row `first` of the block's on. */
+INLINE vu NAME(eights)(int format, const uint8_t (*grid)[8], const uint8_t *block, int first) {
+#define LANE(i) eight_at(grid[row_at(format, block, first + i)])
+    return (vu)(NAME(v64))EIGHT_LANES(LANE);
+#undef LANE
+}
+
+INLINE vu NAME(fours)(int format, const uint8_t (*grid)[4], const uint8_t *block, int first) {
+#define LANE(i) word_at(grid[row_at(format, block, first + i)])
+    return (vu)FOUR_LANES(LANE);
+#undef LANE
+}
+
+/* `no`, but where a bit is set `yes` less `by`. */
+INLINE vu NAME(less_where)(const uint8_t *bits, vu no, vu yes, vu by) {
+#ifdef LESS_WHERE
+    return LESS_WHERE(bits, no, yes, by);
+#else
+#define LANE(i) SIGNS[bits[i]]
+    const vu mask = (vu)(NAME(v64))EIGHT_LANES(LANE);
+    return (no & ~mask) | ((vu)((NAME(vb))yes - (NAME(vb))by) & mask);
+#undef LANE
+#endif
+}
+
+/* Vector `k` of a block's numbers, 4 V of them, with BLOCK_OFFSET added. */
+INLINE vu NAME(block_numbers)(int format, const block_parts *of, int k) {
+    const int first = k * V / 2;
+    const uint8_t *signs = of->signs + first;
+    if (format == IQ1_S || format == IQ1_M) {
+        const vu rows = NAME(eights)(format, GRIDS.iq1_s, of->block, first);
+        return NAME(less_where)(signs, rows, rows, (vu){0} + 0x02020202u);
+    }
+    const vu rows = format == IQ2_XXS   ? NAME(eights)(format, GRIDS.iq2_xxs, of->block, first)
+                    : format == IQ2_XS  ? NAME(eights)(format, GRIDS.iq2_xs, of->block, first)
+                    : format == IQ2_S   ? NAME(eights)(format, GRIDS.iq2_s, of->block, first)
+                    : format == IQ3_XXS ? NAME(fours)(format, GRIDS.iq3_xxs, of->block, 2 * first)
+                                        : NAME(fours)(format, GRIDS.iq3_s, of->block, 2 * first);
+    return NAME(less_where)(signs, rows, (vu){0} + 0x80808080u, rows); /* 64 + size, or 64 - size */
+}
+
+/* The totals of four vectors of whole numbers. */
+INLINE NAME(four) NAME(four_wholes)(vi a, vi b, vi c, vi d) {
+    typedef int32_t wholes __attribute__((vector_size(16)));
+    union {
+        vi whole[4];
+        wholes parts[4][V / 4];
+    } of = {{a, b, c, d}};
+    for (int k = 0; k < 4; k++)
+        for (int i = 1; i < V / 4; i++) of.parts[k][0] += of.parts[k][i];
+    const wholes first = LOW_PAIRS(of.parts[0][0], of.parts[1][0]) + HIGH_PAIRS(of.parts[0][0], of.parts[1][0]);
+    const wholes last = LOW_PAIRS(of.parts[2][0], of.parts[3][0]) + HIGH_PAIRS(of.parts[2][0], of.parts[3][0]);
+    return __builtin_convertvector(PICK(first, last, 0, 1, 4, 5) + PICK(first, last, 2, 3, 6, 7), NAME(four));
+}
+
+/* Adds a tile times a group of inputs of N tokens to 16 sums of each. Whole numbers are summed over a block, and an offset is
+ * taken off at its end: exact sums, as in codes.h.
+ */
 INLINE void NAME(blocks_add)(int format, int N, const char *p, const unit *x, int64_t x_stride, float *sums, int64_t stride) {
     const int64_t nbytes = tile_nbytes(format) / 16;
-    for (int i = 0; i < 16; i += 4) {
-        vf four[4][MAX_TOKENS];
+    for (int first = 0; first < 16; first += 4) {
+        NAME(four) factors;
+#ifdef ADD_BYTES
+        vi wholes[MAX_TOKENS][3][4];
+#else
+        vf products[MAX_TOKENS][4];
+#endif
         NAME(fetch)(p + AHEAD, 4 * nbytes);
-        for (int k = 0; k < 4; k++, p += nbytes) {
-            int8_t numbers[MAX_GROUP] __attribute__((aligned(64)));
-            float scales[MAX_GROUP / 16];
-            NAME(unpackers)[format]((const uint8_t *)p, numbers, scales);
-            NAME(add_numbers)(N, tile_group(format) / UNIT, numbers, scales, x, x_stride, four[k]);
+        for (int row = 0; row < 4; row++, p += nbytes) {
+            block_parts of __attribute__((aligned(64)));
+            NAME(read_block)(format, (const uint8_t *)p, &of);
+            factors[row] = NAME(factor_of)(format, &of);
+#ifdef ADD_BYTES
+            vi added[MAX_TOKENS][3];
+            for (int t = 0; t < N; t++)
+                for (int d = 0; d < 3; d++) added[t][d] = (vi){0};
+            UNROLLED for (int k = 0; k < MAX_GROUP / (4 * V); k++) {
+                const vu numbers = NAME(block_numbers)(format, &of, k);
+                for (int t = 0; t < N; t++)
+                    for (int d = 0; d < 3; d++) {
+                        const int8_t *digits = ((const block_inputs *)(x + t * x_stride))->digits[d] + k * 4 * V;
+                        added[t][d] = ADD_SCALED(added[t][d], numbers, digits, SCALES_AT(of.scales + k * V / 4));
+                        KEEP(added[t][d]);
+                    }
+            }
+            for (int t = 0; t < N; t++)
+                for (int d = 0; d < 3; d++) {
+                    const block_inputs *inputs = (const block_inputs *)(x + t * x_stride);
+                    wholes[t][d][row] = LESS_STARTS(added[t][d], of.scales, inputs->sums[d]);
+                }
+#else
+            for (int t = 0; t < N; t++) products[t][row] = (vf){0};
+            for (int k = 0; k < MAX_GROUP / (4 * V); k++) {
+                const vu numbers = NAME(block_numbers)(format, &of, k);
+                const float scale = (float)of.scales[k * V / 4];
+                for (int b = 0; b < 4; b++) {
+                    const vf values = NAME(code_values)(BLOCK_OFFSET, numbers, b) * (scale * 0x1p-24f);
+                    for (int t = 0; t < N; t++)
+                        for (int i = 0; i < V; i++) {
+                            const int place = 4 * (k * V + i) + b;
+                            products[t][row][i] += values[i] * x[t * x_stride + place / UNIT].x[place % UNIT];
+                        }
+                }
+            }
+#endif
         }
-        for (int t = 0; t < N; t++)
-            *(NAME(four) *)(sums + t * stride + i) += NAME(four_totals)(four[0][t], four[1][t], four[2][t], four[3][t]);
+        for (int t = 0; t < N; t++) {
+#ifdef ADD_BYTES
+            const block_inputs *inputs = (const block_inputs *)(x + t * x_stride);
+            NAME(four) total = {0};
+            for (int d = 2; d >= 0; d--)
+                total = total * 256.f + NAME(four_wholes)(wholes[t][d][0], wholes[t][d][1], wholes[t][d][2], wholes[t][d][3]);
+            total *= inputs->scale;
+#else
+            const NAME(four) total = NAME(four_totals)(products[t][0], products[t][1], products[t][2], products[t][3]);
+#endif
+            *(NAME(four) *)(sums + t * stride + first) += total * factors;
+        }
     }
 }
 
-static void NAME(blocks_decode)(int format, const char *p, float (*out)[16]) {
-    const int group = tile_group(format);
-    int8_t numbers[16][MAX_GROUP];
-    float scales[16][MAX_GROUP / 16];
-    for (int i = 0; i < 16; i++) NAME(unpackers)[format]((const uint8_t *)p + i * (tile_nbytes(format) / 16), numbers[i], scales[i]);
-    for (int w = 0; w < W; w++)
-        for (int k = 0; k < group; k += 4) {
-            vu words;
-            vf scale;
-            for (int i = 0; i < V; i++) {
-                uint32_t word;
-                memcpy(&word, numbers[w * V + i] + k, 4);
-                words[i] = word;
-                scale[i] = scales[w * V + i][k / 16];
+INLINE void NAME(blocks_decode)(int format, const char *p, float (*out)[16]) {
+    for (int row = 0; row < 16; row++) {
+        block_parts of __attribute__((aligned(64)));
+        NAME(read_block)(format, (const uint8_t *)p + row * (tile_nbytes(format) / 16), &of);
+        const float factor = NAME(factor_of)(format, &of);
+        for (int k = 0; k < MAX_GROUP / (4 * V); k++) {
+            const vu numbers = NAME(block_numbers)(format, &of, k);
+            uint8_t bytes[4 * V];
+            memcpy(bytes, &numbers, sizeof bytes);
+            for (int i = 0; i < 4 * V; i++) {
+                const int place = k * 4 * V + i;
+                const float scale = factor * (float)of.scales[place / 16];
+                out[place][row] = (float)(bytes[i] - BLOCK_OFFSET) * scale;
             }
-            for (int b = 0; b < 4; b++) *(vf *)(out[k + b] + w * V) = NAME(code_values)(0, words, b) * 0x1p-24f * scale;
         }
+    }
 }
+#undef UNROLLED
+#undef EIGHT_LANES
+#undef FOUR_LANES
 
 /* -- any format ------------------------------------------------------------------------------------------------------ */
 
 /* A row of inputs as units, for tiles of a format. */
 static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out) {
     if (format == MANY) NAME(many_prepare)(dtype, x, width, out, 1);
+#ifdef ADD_BYTES
+    else if (has_blocks(format)) NAME(prepare_blocks)(dtype == PAIRS ? BFLOAT16 : dtype, x, width, out);
+#endif
     else if (dtype == PAIRS && takes_pairs(format)) NAME(prepare_pairs)(format, x, width, out);
     else if (dtype == BFLOAT16 || dtype == PAIRS) NAME(prepare_units)(format, BFLOAT16, x, width, out);
     else if (dtype == FLOAT32) NAME(prepare_units)(format, FLOAT32, x, width, out);
@@ -182,9 +286,12 @@ typedef TILES(NAME(tiles_add));
 #define ADD(F, f, N, one)                                                       \
     static __attribute__((noinline)) TILES(NAME(f##_##N)) {                     \
         (void)dtype, (void)x_stride, (void)stride;                              \
-        for (; num; num--, p += tile_nbytes(F), x += x_step, sums += step) one; \
+        for (; num; num--, p += tile_nbytes(F), x += x_step, sums += step) { one; } \
     }
-#define CODES(F, f, N) ADD(F, f, N, NAME(codes_add)(F, N, p, x, x_stride, sums, stride))
+#define CODES(F, f, N)                                                                    \
+    ADD(F, f, N, if (!is_rounded(F, dtype)) NAME(codes_add)(F, N, p, x, x_stride, sums, stride); \
+        else if (dtype == FLOAT16) NAME(rounded_add)(FLOAT16, N, p, x, x_stride, sums, stride);  \
+        else NAME(rounded_add)(BFLOAT16, N, p, x, x_stride, sums, stride))
 #define WEIGHTS(F, f, N) ADD(F, f, N, NAME(f##_add)(dtype, N, p, x, x_stride, sums, stride))
 #define NUMBERS(F, f, N)                                                                             \
     static TILES(NAME(f##_##N)) {                                                                    \

@@ -17,7 +17,7 @@ from expertly.core.headers import BITS
 from expertly.core.untrusted import OWN_FILE, is_plain_name, read_as
 from expertly.formats import FORMATS, check_format
 
-FORMAT_VERSION: Literal[4] = 4
+FORMAT_VERSION: Literal[5] = 5
 """Stores of before it lack checksums of blocks, or have wrong weights."""
 
 PACK_AGAIN = "; remove the store and pack again with `expertly pack`"
@@ -77,7 +77,7 @@ class Manifest:
     rounding: Rounding | None = None
     stamp: str = ""  # of the source checkpoint
     dense_formats: Mapping[str, str] = field(default_factory=dict)  # weight formats of linear layers, by module path
-    format_version: Literal[4] = FORMAT_VERSION
+    format_version: Literal[5] = FORMAT_VERSION
 
     @property
     def stored_as(self) -> str:
