@@ -21,11 +21,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.expertly-setup
 DOCS_STAMP := $(VENV)/.expertly-docs
 TRITON_STAMP := $(VENV)/.expertly-triton
+PEERS_STAMP := $(VENV)/.expertly-peers
 DIST_STAMP := dist/.expertly-dist
 WHEEL := build/wheel
 WHEEL_STAMP := $(WHEEL)/.expertly-torch
 
-.PHONY: help setup ready browser emulator demo test test-lab test-arm emulated lint types unit triton format docs dist test-dist test-versions clients clean
+.PHONY: help setup ready browser emulator demo test test-lab test-peers test-arm emulated lint types unit triton format docs dist test-dist test-versions clients clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +35,7 @@ help:
 	@echo "make test-lab    the tests of the second distribution, lab/"
 	@echo "make setup   make $(VENV) with expertly and its development tools in it"
 	@echo "make triton  the tests of the kernels over slots, in Triton's interpreter and compiler; no GPU is needed"
+	@echo "make test-peers  llama.cpp's greedy tokens of files of every GGUF architecture beside ours"
 	@echo "make test-arm    tests of the compiled code with code for aarch64, in an emulator"
 	@echo "make clients six packages of clients against the server"
 	@echo "make format  rewrite the code as 'make lint' wants it"
@@ -46,7 +48,7 @@ help:
 setup: $(STAMP)
 
 # All that tests need and that takes one processor: for `make -j2 ready`, before what takes all of them.
-ready: browser $(STAMP) $(WHEEL_STAMP) $(DIST_STAMP) $(TRITON_STAMP)
+ready: browser $(STAMP) $(WHEEL_STAMP) $(DIST_STAMP) $(TRITON_STAMP) $(PEERS_STAMP)
 
 # The stamp is the last thing made, so a set-up that was interrupted starts over. PyTorch goes first and alone: as a
 # dependency of something else pip may choose a build of several gigabytes. Systems that ship Python without ensurepip
@@ -103,6 +105,14 @@ $(TRITON_STAMP): $(STAMP)
 
 triton: $(TRITON_STAMP)
 	PYTHONPATH=$(abspath $(VENV)/triton) $(PYTEST) tests/native/test_triton.py
+
+# In a folder of its own: nothing else may come to need it. Only as a wheel, as it takes long to compile.
+$(PEERS_STAMP): $(STAMP)
+	$(PIP) install --quiet $(PIP_FLAGS) --only-binary :all: --target $(VENV)/peers "xllamacpp>=2026.10.11549"
+	@touch $@
+
+test-peers: $(PEERS_STAMP)
+	EXPERTLY_TEST_REQUIRES=xllamacpp PYTHONPATH=$(abspath $(VENV)/peers) $(PYTEST) tests/formats/test_llama_cpp.py
 
 # In two environments of their own, each of which takes less than a minute to make.
 clients: $(STAMP)

@@ -107,6 +107,7 @@ def make_gguf(
         "attention.head_count": 4,
         "attention.head_count_kv": 2,
         "attention.key_length": head,
+        "attention.value_length": head,
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": 10000.0,
         "expert_count": NUM_EXPERTS,

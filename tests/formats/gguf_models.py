@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Qwen3VLMoeConfig, Qwen3VLMoeForConditi
 from expertly.model.structure import find_experts
 from tests import every_family
 from tests.families import VOCAB_SIZE, draw_weights
-from tests.formats.gguf_files import set_metadata, write_file
+from tests.formats.gguf_files import WORDS, set_metadata, write_file
 
 Tensors = dict[str, torch.Tensor]
 Values = dict[str, Any]
@@ -47,6 +47,10 @@ USUAL = {
     "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers"),
 }
 """Metadata, and the fields of configs that it is written from."""
+
+_VOCABULARY = {"model": "gpt2", "pre": "qwen2", "tokens": WORDS, "merges": ["a b"], "eos_token_id": len(WORDS) - 1}
+VOCABULARY: Values = {f"tokenizer.ggml.{name}": value for name, value in _VOCABULARY.items()}
+"""Metadata of files whose text llama.cpp is to know."""
 
 
 @dataclass(frozen=True)

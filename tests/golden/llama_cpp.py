@@ -1,65 +1,79 @@
-"""Greedy tokens of llama.cpp on the files of `gguf_models`: neither our code nor that of transformers took part.
-`python -m tests.golden.llama_cpp` records them, with llama-cpp-py-sync installed (0.11739; it wants glibc 2.38).
+"""Greedy tokens of llama.cpp on a file: neither our code nor that of transformers took part. They are asked of the
+package xllamacpp, 2026.10.11549 or newer; `make test-peers` installs it and asks. `PYTHONPATH=.venv/peers
+.venv/bin/python -m tests.golden.llama_cpp` records those of the files of `gguf_models`, for tests without it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from tests.families import NUM_NEW_TOKENS, VOCAB_SIZE, make_prompts
-from tests.formats.gguf_models import CASES, make_model, write_model
 
 RECORDED = Path(__file__).with_suffix(".json")
 
 UNLIKE = {
     "deepseek v2, groups": "it ranks groups by their two best experts, transformers and DeepSeek by the best",
     "deepseek v2 lite": "it takes models of 27 layers for such, which this is not",
-    "glm 4.7 flash": "it takes models of 47 layers for such",
+    "glm 4.7 flash": "it takes models of 47 layers for such, and scores experts of this by softmax",
     "gpt-oss": "it rounds the range of YaRN to whole dimensions, which the config says not to do",
     "phimoe": "it chooses experts by softmax, transformers and Microsoft by sparsemixer",
     "phimoe, long texts": "the same; and it wants a bias of the head",
 }
 """Files of which it computes something else, or which it does not take."""
 
+REFUSED = {
+    "deepseek v2 lite": "key not found in model: deepseek2.attention.q_lora_rank",
+    "phimoe, long texts": "tensor 'output.bias' not found",
+}
+"""Those that it does not take, and what it says."""
 
-def tokens_of(path: str) -> list[int]:
-    from llama_cpp_py_sync._cffi_bindings import get_ffi, get_lib
 
-    lib, ffi = get_lib(), get_ffi()
-    lib.llama_backend_init()
-    model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
-    settings = lib.llama_context_default_params()
-    settings.n_ctx, settings.n_threads, settings.flash_attn_type = 256, 1, 0
-    settings.type_k = settings.type_v = 0  # float32
-    context: Any = lib.llama_init_from_model(model, settings)
-    tokens, new = make_prompts(1, length=40)[0], list[int]()
-    for place in range(len(tokens) + NUM_NEW_TOKENS - 1):
-        token = ffi.new("llama_token[]", [tokens[place]])
-        assert lib.llama_decode(context, lib.llama_batch_get_one(token, 1)) == 0
-        if place >= len(tokens) - 1:
-            logits = list(lib.llama_get_logits(context)[0:VOCAB_SIZE])
-            tokens.append(logits.index(max(logits)))
-            new.append(tokens[-1])
-    return new
+def tokens_of(path: Path, prompt: Sequence[int], num_new_tokens: int) -> list[int]:
+    """Asked in a process of its own, which llama.cpp may end. The file must have a vocabulary. RuntimeError: what it
+    says of a file that it refuses.
+    """
+    command = [sys.executable, __file__, str(path), json.dumps(list(prompt)), str(num_new_tokens)]
+    environment = os.environ | {"GGML_NO_BACKTRACE": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    if run.returncode != 0:
+        raise RuntimeError(f"llama.cpp ended with {run.returncode}: {run.stderr}")
+    tokens: list[int] = json.loads(run.stdout)
+    return tokens
+
+
+def _ask(path: str, prompt: str, num_new_tokens: str) -> list[int]:
+    import xllamacpp
+
+    settings: Any = xllamacpp.CommonParams()
+    settings.model.path, settings.verbosity = path, 1  # errors
+    settings.n_ctx, settings.n_parallel, settings.warmup, settings.fit_params = 256, 1, False, False
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
+    settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    request = {"prompt": json.loads(prompt), "max_tokens": int(num_new_tokens), "temperature": 0, "logprobs": 1}
+    answer = xllamacpp.Server(settings).handle_completions(request)
+    return [token["id"] for token in answer["choices"][0]["logprobs"]["content"]]
 
 
 def record() -> None:
-    recorded = {}
+    from tests.families import NUM_NEW_TOKENS, make_prompts
+    from tests.formats.gguf_models import CASES, VOCABULARY, make_model, write_model
+
+    recorded, prompt = {}, make_prompts(1, length=40)[0]
     with tempfile.TemporaryDirectory() as folder:
         for name, case in CASES.items():
             if name in UNLIKE:
                 continue
-            path = write_model(Path(folder) / "model.gguf", make_model(case), case)
-            run = subprocess.run([sys.executable, "-m", __spec__.name, str(path)], capture_output=True, check=True)
-            recorded[name] = json.loads(run.stdout)
+            path = write_model(Path(folder) / "model.gguf", make_model(case), case, metadata=VOCABULARY)
+            recorded[name] = tokens_of(path, prompt, NUM_NEW_TOKENS)
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(tokens)}" for name, tokens in recorded.items())
     RECORDED.write_text(f"{{\n{lines}\n}}\n")
 
 
 if __name__ == "__main__":
-    print(json.dumps(tokens_of(sys.argv[1]))) if sys.argv[1:] else record()
+    print(json.dumps(_ask(*sys.argv[1:]))) if sys.argv[1:] else record()
