@@ -443,11 +443,11 @@ def test_inputs_in_another_order_than_their_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "torchao", "quark"])
-def test_others_are_refused_for_what_they_are(method: str, tmp_path: Path) -> None:
+def test_others_are_refused(method: str, tmp_path: Path) -> None:
     source = make_fused_checkpoint("qwen3_moe", tmp_path / "model")
     set_config(source, quantization_config={"quant_method": method, "bits": 4})
     for dtype in (None, "bfloat16"):
-        refused(source, CheckpointError, rf"quant_method='{method}' \(.+\): packing cannot undo it, .*supported", dtype)
+        refused(source, CheckpointError, rf"quant_method='{method}': packing cannot undo it, .*supported", dtype)
 
 
 def test_experts_of_deepseek_v4_keep_their_fp4(tmp_path: Path) -> None:

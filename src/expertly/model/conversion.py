@@ -30,23 +30,6 @@ from expertly.model.structure import ExpertsSite, first_line
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
 
-_REFUSED = {
-    "bitsandbytes": "NF4, FP4 or LLM.int8, in blocks that only bitsandbytes decodes",
-    "hqq": "half-quadratic quantisation, whose tensors only the package hqq decodes",
-    "torchao": "tensor subclasses of torchao",
-    "quark": "AMD's Quark",
-    "fbgemm_fp8": "FP8 of FBGEMM's kernels for GPUs",
-    "eetq": "INT8 of EETQ's kernels for GPUs",
-    "quanto": "optimum-quanto",
-    "aqlm": "additive codebooks",
-    "vptq": "vector codebooks",
-    "spqr": "sparse outliers",
-    "higgs": "lattice codebooks",
-    "bitnet": "ternary weights",
-    "metal": "Metal's affine quantisation; MLX's has no quant_method",
-}
-"""Quantisations that people have, and what they are."""
-
 ACCEPTED = "must be BF16, F16, F32 or F64 (or quantised, with a quantization_config that transformers can undo)"
 """Of dtypes of weights."""
 
@@ -113,9 +96,8 @@ def make_layout(quantization: object, dtype: str) -> Layout | None:
     layout = layout_of(quantization, dtype)
     if layout is None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        kind = f" ({_REFUSED[method]})" if isinstance(method, str) and method in _REFUSED else ""
         raise UnsupportedModelError(
-            f"quantization_config.quant_method={method!r:.80}{kind}: packing cannot undo it, whatever the dtype; "
+            f"quantization_config.quant_method={method!r:.80}: packing cannot undo it, whatever the dtype; "
             f"supported: none, {', '.join(LAYOUTS)}; or give an unquantised checkpoint of the model"
         )
     return layout
