@@ -34,7 +34,7 @@ from expertly.engine.weights import find_weights
 from expertly.engine.worker import StoreOfShare
 from expertly.model.dense import use_kernels
 from expertly.model.graphs import use_graphs
-from expertly.model.hooks import around_passes, between_passes, check_passes, experts_modules
+from expertly.model.hooks import experts_modules, passes_of
 from expertly.model.kv_codes import NUM_TOKENS, KeyFactors, use_kv_codes
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
@@ -282,7 +282,7 @@ def _open_dense(chosen: _Chosen, engine: Engine, opened: ExitStack) -> Any:
         tables = Tables(store.folder, chosen.tables, transfer.Readers, check, kept_nbytes)
         opened.callback(tables.close)
         tables.bind(loaded, device)
-        around_passes(loaded, tables.reading_ahead)
+        passes_of(loaded).around = tables.reading_ahead
     engine.executor.bind(experts_modules(loaded))
     use_tiles(loaded, home.kernels)
     use_kernels(loaded, home.kernels)
@@ -293,7 +293,7 @@ def _open_dense(chosen: _Chosen, engine: Engine, opened: ExitStack) -> Any:
         use_programs(loaded, home.kernels)
         use_stacks(loaded)
     if chosen.division.room is not None:
-        check_passes(loaded, chosen.division.room.check)
+        passes_of(loaded).check = chosen.division.room.check
     return loaded
 
 
@@ -342,7 +342,7 @@ def unload(model: Any) -> None:
     """
     loaded = handle(model)
     loaded.engine.stop()
-    with between_passes(model):
+    with passes_of(model).lock:
         loaded.finalizer()
 
 

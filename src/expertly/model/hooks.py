@@ -258,15 +258,17 @@ def _passing_forward(self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights
 
 
 @dataclass
-class _Passes:
-    """What the stacks of a model share: one forward pass runs at a time."""
+class Passes:
+    """What the stacks of a model share: one forward pass runs at a time, which holds the lock. A pass raises the
+    exceptions of what it calls.
+    """
 
     runtime: Runtime
     lock: contextlib.AbstractContextManager[bool] = field(default_factory=threading.RLock)
     is_running: bool = False  # a pass runs that the runtime knows of
-    check: Callable[[int, int], None] | None = None  # see `check_passes`
-    give_room: Callable[[Any], None] = field(default_factory=lambda: give_room)  # see `keep_rows`
-    around: Callable[[Any, Any], contextlib.AbstractContextManager[None]] | None = None  # see `around_passes`
+    check: Callable[[int, int], None] = lambda num_cached, num_read: None  # before each, of tokens of all sequences
+    give_room: Callable[[Any], None] = field(default_factory=lambda: give_room)  # to the KV cache, before each
+    around: Callable[[Any, Any], contextlib.AbstractContextManager[None]] = lambda ids, cache: contextlib.nullcontext()
 
 
 def attach(model: PreTrainedModel, sites: Sequence[str], runtime: Runtime) -> None:
@@ -275,7 +277,7 @@ def attach(model: PreTrainedModel, sites: Sequence[str], runtime: Runtime) -> No
     `sites`: the paths of the experts modules, in layer order. torch.compile around the model does not compile the
     stacks (with fullgraph=True it refuses).
     """
-    passes = _Passes(runtime)
+    passes = Passes(runtime)
     for name in dict.fromkeys(_stack_of(model, site) for site in sites):
         stack: Any = model.get_submodule(name)
         stack._expertly_passes = passes
@@ -283,33 +285,9 @@ def attach(model: PreTrainedModel, sites: Sequence[str], runtime: Runtime) -> No
 
 
 @contextlib.contextmanager
-def between_passes(model: nn.Module) -> Iterator[None]:
-    """While the block runs, no other thread runs a forward pass of the loaded model."""
-    with _passes_of(model).lock:
-        yield
-
-
-def check_passes(model: nn.Module, check: Callable[[int, int], None]) -> None:
-    """Call `check(tokens in the KV cache, tokens read)`, both of all sequences, before each forward pass of a loaded
-    model; the pass raises its exceptions.
-    """
-    _passes_of(model).check = check
-
-
-def keep_rows(model: nn.Module, give_room: Callable[[Any], None]) -> None:
-    """Call this with the KV cache of each forward pass of a loaded model, instead of `give_room`."""
-    _passes_of(model).give_room = give_room
-
-
-def around_passes(model: nn.Module, around: Callable[[Any, Any], contextlib.AbstractContextManager[None]]) -> None:
-    """Run each forward pass of a loaded model within `around(token ids [B, S] or None, KV cache)`."""
-    _passes_of(model).around = around
-
-
-@contextlib.contextmanager
 def unannounced(model: nn.Module) -> Iterator[None]:
     """Forward passes of a loaded model within the block are not told to the runtime."""
-    passes = _passes_of(model)
+    passes = passes_of(model)
     with passes.lock:
         was_running, passes.is_running = passes.is_running, True
         try:
@@ -318,7 +296,8 @@ def unannounced(model: nn.Module) -> Iterator[None]:
             passes.is_running = was_running
 
 
-def _passes_of(model: nn.Module) -> _Passes:
+def passes_of(model: nn.Module) -> Passes:
+    """Those of a loaded model."""
     stack: Any = next(module for module in model.modules() if hasattr(module, "_expertly_passes"))
     return stack._expertly_passes  # type: ignore[no-any-return]
 
@@ -337,7 +316,7 @@ def _announcing(original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             raise ModelUseError("experts whose weights come and go cannot be traced; call the model as it is")
-        passes: _Passes = self._expertly_passes
+        passes: Passes = self._expertly_passes
         with passes.lock:
             info = None
             if not passes.is_running:  # else this is a stack within a stack, and the outer one has begun the pass
@@ -347,14 +326,11 @@ def _announcing(original: Any) -> Any:
                 return original.forward(self, *args, **kwargs)
             cache = _cache_in(inputs)
             passes.give_room(cache)
-            if passes.check is not None:
-                passes.check(_length(cache) * info.num_requests, len(info.is_prefill))
+            passes.check(_length(cache) * info.num_requests, len(info.is_prefill))
             passes.runtime.begin_iteration(info)
             passes.is_running, is_ok = True, False
             try:
-                with (
-                    contextlib.nullcontext() if passes.around is None else passes.around(inputs.get("input_ids"), cache)
-                ):
+                with passes.around(inputs.get("input_ids"), cache):
                     result = original.forward(self, *args, **kwargs)
                 passes.runtime.check_output(result[0])
                 is_ok = True

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from expertly.core.errors import ConfigError
-from expertly.model.hooks import CACHE, RoomyLayer, become, give_room, keep_rows
+from expertly.model.hooks import CACHE, RoomyLayer, become, give_room, passes_of
 from expertly.native.kernels import STEP_NBYTES
 from expertly.policies.learned import MAX_LAYERS, Arrays, LearnedState, ModelShape, Sizes, Tensor
 
@@ -177,7 +177,7 @@ def use_kv_codes(model: Any, factors: KeyFactors, tokenizer: Any, most_tokens: i
         _measure(model, factors, tokens, plain)
     factors.of_layers = {number: of_layer.to(model.device) for number, of_layer in factors.of_layers.items()}
     model._expertly_kv_codes = factors
-    keep_rows(model, partial(_encode_cache, factors))
+    passes_of(model).give_room = partial(_encode_cache, factors)
 
 
 def _measure(model: Any, factors: KeyFactors, tokens: Sequence[int], plain: Any) -> None:
@@ -188,11 +188,11 @@ def _measure(model: Any, factors: KeyFactors, tokens: Sequence[int], plain: Any)
             largest = layer.keys.abs().amax((0, 2)).float()
             least = (largest.amax(-1, keepdim=True) * _LEAST_FACTOR).clamp_min(1e-6)
             factors.of_layers[number] = largest.maximum(least)
-    keep_rows(model, partial(_encode_cache, factors))
+    passes_of(model).give_room = partial(_encode_cache, factors)
     try:
         made = _logits(model, tokens, coded)
     finally:
-        keep_rows(model, give_room)
+        passes_of(model).give_room = give_room
     if not any(type(layer) in _KINDS.values() and layer.is_initialized for layer in coded.layers):
         raise ConfigError(
             f"kv='8bit': {model.config.model_type} keeps nothing in transformers' DynamicCache; {_ACCEPTED}"
