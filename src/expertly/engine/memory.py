@@ -156,19 +156,22 @@ def divide(
         beside = request.cache.beside(beside, itemsize, runs_on_host=kind_of(target).runs_on_host)
     if system.keeps_everything or request.is_stated:
         return _divide_stated(geometry, system, request, target, beside, context)
+    total, available, words = _available(target, request.total)
+    left = available - beside.dense_nbytes - beside.fixed_nbytes
     if request.cache is not None:
-        left = _available(target, request.total)[0] - beside.dense_nbytes - beside.fixed_nbytes
         context = request.cache.tokens_in(max(left // CACHE_SHARE, left - geometry.nbytes), beside)
-    amount, reason, room = choose_amount(target, geometry, beside, context, request.total)
+    amount = max(0, min(left - beside.of_tokens(0, context), geometry.nbytes))
+    part = amount / geometry.nbytes
+    share = "all experts fit" if part == 1 else f"{format_share(part)} of the experts"
+    name = "memory auto" if request.total is None else f"total memory {request.total}"
+    reason = f"{name}: {format_nbytes(amount)} ({share}): {words}; {beside.sentence(context)}"
     try:
-        budget = split_budget(geometry, amount)
-        return Division(budget, reason, beside, context, RoomBeside(room, beside))
+        return Division(split_budget(geometry, amount), reason, beside, context, RoomBeside(left - amount, beside))
     except BudgetError as error:
-        least, free = least_nbytes(geometry), kind_of(target).available_nbytes(target)
-        total = None if request.total is None else parse_memory(request.total, free, "total_memory")
+        least = least_nbytes(geometry)
         if total is None or amount >= least:
             raise BudgetError(f"{error}; {reason}") from None
-        enough = total + least - amount + beside.of_tokens(0, context) - room
+        enough = total + least + beside.of_tokens(0, context) - left
         raise BudgetError(
             f"total_memory={request.total!r}: the least that works is about {-(-enough // 2**20)}MiB; {reason}"
         ) from None
@@ -198,7 +201,7 @@ def _divide_stated(
         amount, reason = geometry.nbytes, f"system {system.name}: all experts"
     is_context_stated = request.context is not None and kind_of(target).runs_on_host
     if request.total is not None or request.cache is not None or is_context_stated:
-        available, words = _available(target, request.total)
+        _, available, words = _available(target, request.total)
         kept = min(amount, geometry.nbytes)
         room = RoomBeside(available - beside.dense_nbytes - beside.fixed_nbytes - kept, beside)
         if request.cache is not None:
@@ -213,37 +216,22 @@ def _divide_stated(
     return Division(split_budget(geometry, amount), reason, beside, context, room)
 
 
-# -- what is chosen where experts get what is left ---------------------------------------------------------------------
+# -- what there is, and what a model takes of it -----------------------------------------------------------------------
 
 
-def choose_amount(
-    target: torch.device, geometry: Geometry, beside: BesideExperts, context: int, total: str | int | None = None
-) -> tuple[int, str, int]:
-    """The experts' amount, the reason, and the bytes left for KV cache and activations of `context` tokens. It comes
-    from `total`, or from the free memory.
-    """
-    available, words = _available(target, total)
-    left = available - beside.dense_nbytes - beside.fixed_nbytes
-    chosen = max(0, min(left - beside.of_tokens(0, context), geometry.nbytes))
-    is_all = chosen == geometry.nbytes
-    share = "all experts fit" if is_all else f"{format_share(chosen / geometry.nbytes)} of the experts"
-    name = "memory auto" if total is None else f"total memory {total}"
-    return chosen, f"{name}: {format_nbytes(chosen)} ({share}): {words}; {beside.sentence(context)}", left - chosen
-
-
-def _available(target: torch.device, total: str | int | None) -> tuple[int, str]:
-    """Bytes for weights, KV cache and activations, and words for their amount: the free memory, or `total` less what
-    this process takes of the same memory already.
+def _available(target: torch.device, total: str | int | None) -> tuple[int | None, int, str]:
+    """The bytes that `total` states, if it does; those for weights, KV cache and activations, and words for their
+    amount: the free memory, or what is stated less what this process takes of the same memory already.
     """
     kind = kind_of(target)
     free = kind.available_nbytes(target)
     stated = None if total is None else parse_memory(total, free, "total_memory")
     if stated is None:
-        return free, f"{format_nbytes(free)} are free"
+        return None, free, f"{format_nbytes(free)} are free"
     if not kind.runs_on_host:
-        return stated, f"of {format_nbytes(stated)}"
+        return stated, stated, f"of {format_nbytes(stated)}"
     taken = rss_nbytes()
-    return stated - taken, f"of {format_nbytes(stated)} this process takes {format_nbytes(taken)}"
+    return stated, stated - taken, f"of {format_nbytes(stated)} this process takes {format_nbytes(taken)}"
 
 
 def beside_experts(store: PackedStore, itemsize: int, target: torch.device, *, is_coded: bool = False) -> BesideExperts:
