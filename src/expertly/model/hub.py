@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import hashlib
 import os
 import re
 import tempfile
@@ -15,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO
 
 from expertly.core.errors import CheckpointError, DownloadError
 from expertly.core.files import existing_parent
@@ -226,6 +224,7 @@ class HubModel:
         from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.file_download import http_get
         from huggingface_hub.utils import WeakFileLock, build_hf_headers
+        from huggingface_hub.utils.sha import sha_fileobj
 
         size = self.ggufs[file]
         if file not in self.sha256 or size > constants.MAX_HTTP_DOWNLOAD_SIZE:
@@ -246,7 +245,8 @@ class HubModel:
                     begin = out.truncate(out.seek(0))
                 url, headers = hf_hub_url(self.name, file, revision=self.commit), build_hf_headers()
                 http_get(url, out, resume_size=begin, headers=headers, expected_size=size, displayed_filename=file)
-                if begin and _sha256(out) != blob.name:
+                out.seek(0)
+                if begin and sha_fileobj(out).hex() != blob.name:
                     out.truncate(0)
                     raise OSError(f"{file}: what an interrupted download left was damaged; download it again")
             part.replace(blob)
@@ -295,22 +295,13 @@ class HubModel:
 
     def _fetch_heads(self, folder: Path) -> None:
         """Of a checkpoint: what decides about its tensors."""
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
-
         if "config.json" not in self.files and ADAPTER_NAME not in self.files:
             problem = "the hub's model has no config.json; it is none of transformers"
             raise CheckpointError(f"model={self.name!r}: {problem}")
-        disable_progress_bars()
-        try:
-            with hub_errors(self.name):
-                for name in ("config.json", INDEX_NAME, ADAPTER_NAME, "hf_quant_config.json"):
-                    if name in self.files:
-                        (folder / name).symlink_to(hf_hub_download(self.name, name, revision=self.commit))
-        finally:
-            enable_progress_bars()
-        for name in self.files:
-            if name.endswith(".safetensors"):
+        for name, size in self.files.items():
+            if name in ("config.json", INDEX_NAME, ADAPTER_NAME, "hf_quant_config.json"):
+                self._fetch_range(name, folder, 0, size)
+            elif name.endswith(".safetensors"):
                 (folder / name).touch()
 
         def fetch(name: str) -> None:
@@ -354,11 +345,3 @@ def _cache_folder(repository: str) -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}")
-
-
-def _sha256(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    file.seek(0)
-    while chunk := file.read(1 << 20):
-        digest.update(chunk)
-    return digest.hexdigest()
