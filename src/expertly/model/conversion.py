@@ -26,6 +26,7 @@ from expertly.formats.gguf import nvfp4_of
 from expertly.formats.layouts import Header, Layout
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 from expertly.model.dequantizer import Dequantize, extended, plain_name
+from expertly.model.hooks import Altered
 from expertly.model.structure import ExpertsSite, first_line
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
@@ -256,7 +257,9 @@ class Conversion:
         for pattern, several in tensors.items():
             for tensor in several:
                 converter.add_tensor(group.target, group.target, pattern, tensor)
-        model = _OneRow(self._model) if is_one_row else self._model
+        model: Any = self._model
+        if is_one_row:  # some operations compare shapes with the model's
+            model = Altered(model, get_parameter=lambda name: self._model.get_parameter(name)[:1])
         try:
             made = converter.convert(group.target, model=model, config=self._model.config)
         except (ValueError, RuntimeError, KeyError, IndexError, AttributeError, TypeError) as error:
@@ -269,19 +272,6 @@ class Conversion:
             raise CheckpointError(f"tensors {', '.join(group.names[:3])}: make {list(made)}, but not {target}")
         tensor = made[target]
         return (tensor[0] if isinstance(tensor, list) else tensor).detach()  # type: ignore[no-any-return]
-
-
-class _OneRow:
-    """A model whose parameters have one row, for operations that compare shapes with the model's."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def get_parameter(self, target: str) -> torch.Tensor:
-        return self._model.get_parameter(target)[:1]
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------

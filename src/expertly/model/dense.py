@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from expertly.model.closed import ARITHMETIC, does_only, stand_in, takes_one, undecorated
-from expertly.model.hooks import CACHE, AsTried, factors_of, look_alike, original_of, places
+from expertly.model.hooks import CACHE, Altered, AsTried, factors_of, look_alike, original_of, places
 from expertly.model.kv_codes import decoded
 from expertly.model.tiled import TiledLayer
 from expertly.native.kernels import NORM_STYLES, STEP_NBYTES, Kernels, Projections, are_plain
@@ -52,7 +52,7 @@ def _is_taken(tensor: torch.Tensor, kernels: Kernels) -> bool:
 
 def _use_linear(model: nn.Module, kernels: Kernels) -> int:
     """Modules with a matrix whose forward calls F.linear, as linear layers and routers do: the same code with our F."""
-    ours, kinds = _Functional(kernels), dict[Any, Any]()
+    ours, kinds = Altered(functional, linear=partial(_linear_of, kernels)), dict[Any, Any]()
     modules: list[Any] = [module for module in model.modules() if _calls_linear(module, kernels)]
     for module in modules:
         original: Any = type(module)
@@ -76,16 +76,6 @@ def _calls_linear(module: Any, kernels: Kernels) -> bool:
         and weight.dim() == 2
         and _is_taken(weight, kernels)
     )
-
-
-class _Functional:
-    """torch.nn.functional but for `linear` of few tokens."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self.linear = partial(_linear_of, kernels)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(functional, name)
 
 
 def _linear_of(

@@ -112,6 +112,16 @@ def original_of(kind: Any) -> Any:
     return kind
 
 
+class Altered:
+    """Stands for an object of another library, with other values of some attributes."""
+
+    def __init__(self, original: Any, **changed: Any) -> None:
+        vars(self).update(changed, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
 def watchers(module: Any) -> list[Any]:
     """Its forward hooks that do something."""
     return active(module._forward_hooks)

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from expertly.core.errors import ConfigError
-from expertly.model.hooks import CACHE, RoomyLayer, become, give_room, passes_of
+from expertly.model.hooks import CACHE, Altered, RoomyLayer, become, give_room, passes_of
 from expertly.native.kernels import STEP_NBYTES
 from expertly.policies.learned import MAX_LAYERS, Arrays, LearnedState, ModelShape, Sizes, Tensor
 
@@ -211,19 +211,6 @@ def _logits(model: Any, tokens: Sequence[int], cache: Any) -> torch.Tensor:
 # -- the paged cache of continuous batching ----------------------------------------------------------------------------
 
 
-class _Wider:
-    """A config whose heads have room for a step."""
-
-    def __init__(self, config: Any) -> None:
-        from transformers.generation.continuous_batching.utils import find_head_dim  # not in transformers 5.17
-
-        self._config = config
-        self.head_dim = find_head_dim(config) + STEP_NBYTES
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
-
-
 def use_coded_pages(model: Any, manager: Any) -> None:
     """Have a manager of continuous batching keep the keys and values of a model as the model says. Raises ConfigError
     with a transformers that cannot.
@@ -239,7 +226,9 @@ def use_coded_pages(model: Any, manager: Any) -> None:
 
 
 def _coded_pages(factors: KeyFactors, *, config: Any, dtype: torch.dtype, **more: Any) -> PagedAttentionCache:
-    wider: Any = _Wider(config)
+    from transformers.generation.continuous_batching.utils import find_head_dim  # not in transformers 5.17
+
+    wider: Any = Altered(config, head_dim=find_head_dim(config) + STEP_NBYTES)  # heads with room for a step
     cache = PagedAttentionCache(config=wider, dtype=torch.uint8, **more)
     cache.config, cache.dtype = config, dtype
     allocators: Any = cache.cache_allocators.values()
