@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -56,31 +56,15 @@ def download(name: str, store: Path | None = None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    repository, tag = split_name(name)
-    hub: HubModel | None
-    unreachable: DownloadError | None = None
-    try:
-        hub = HubModel.find(name)
-    except DownloadError as error:
-        hub, unreachable = HubModel.cached(repository), error
-    wanted, unwanted, first = list(_WANTED), ["*/*"], ""
-    if hub is not None and (tag or hub.is_quantised):
-        try:
-            files = find_quantisation(name, hub.ggufs, tag).files
-        except CheckpointError as error:
-            raise unreachable or error from None
-        first = next(iter(files))
-        if hub.has(files):
-            return hub.cached_path(first)
-        hub.check_room(files, store)
-        with hub_errors(name):
-            for file in files:
-                hub.fetch(file)
-        wanted, unwanted = [glob.escape(file) for file in files], []
-    elif hub is not None:
-        hub.check_room(hub.files, store)
+    hub = HubModel.look_up(name)
+    files, first = hub.chosen(split_name(name)[1])
+    if first and hub.has(files):
+        return hub.cached_path(first)
+    hub.check_room(files, store)
     with hub_errors(name):
-        return Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=unwanted), first)
+        for file in files:
+            hub.fetch(file)
+        return Path(snapshot_download(hub.name, allow_patterns=[glob.escape(file) for file in files]), first)
 
 
 @contextlib.contextmanager
@@ -120,6 +104,7 @@ class HubModel:
     files: dict[str, int]  # bytes of each file that a checkpoint has, by name
     ggufs: dict[str, int]  # and of each GGUF file, by path
     sha256: dict[str, str] = field(default_factory=dict)  # of large files
+    why_cached: DownloadError | None = None  # why it is what the cache has
 
     @classmethod
     def find(cls, name: str) -> HubModel:
@@ -140,10 +125,10 @@ class HubModel:
         """The newest commit, or what the hub's cache has where the hub cannot be reached. Raises DownloadError."""
         try:
             return cls.find(name)
-        except DownloadError:
+        except DownloadError as error:
             if (kept := cls.cached(split_name(name)[0])) is None:
                 raise
-            return kept
+            return replace(kept, why_cached=error)
 
     @classmethod
     def cached(cls, repository: str) -> HubModel | None:
@@ -178,6 +163,18 @@ class HubModel:
     @property
     def has_safetensors(self) -> bool:
         return any(name.endswith(".safetensors") for name in self.files)
+
+    def chosen(self, tag: str) -> tuple[Mapping[str, int], str]:
+        """The files of the quantisation `tag` or, where it has GGUF files alone, of the only one, and the first of
+        them; else all of a checkpoint, and "". Raises CheckpointError.
+        """
+        if not tag and not self.is_quantised:
+            return self.files, ""
+        try:
+            files = find_quantisation(self.name, self.ggufs, tag).files
+        except CheckpointError as error:
+            raise self.why_cached or error from None
+        return files, next(iter(files))
 
     def cached_path(self, file: str) -> Path:
         """Where a file of it is, in the hub's cache."""
@@ -226,8 +223,8 @@ class HubModel:
         from huggingface_hub.utils import WeakFileLock, build_hf_headers
         from huggingface_hub.utils.sha import sha_fileobj
 
-        size = self.ggufs[file]
-        if file not in self.sha256 or size > constants.MAX_HTTP_DOWNLOAD_SIZE:
+        size = self.ggufs.get(file, 0)
+        if not size or file not in self.sha256 or size > constants.MAX_HTTP_DOWNLOAD_SIZE:
             return  # to the hub's own client
         blob = self._blob(file)
         folder = blob.parent.parent
@@ -257,20 +254,19 @@ class HubModel:
         requests: its files, as large as they are but nearly empty, are gone when the block ends. In the hub's cache
         where all of it is there. Raises CheckpointError, also in place of what the block raises.
         """
-        if is_gguf := bool(tag) or self.is_quantised:
-            files = find_quantisation(self.name, self.ggufs, tag).files
-            if self.has(files):
-                yield self.cached_path(next(iter(files)))
-                return
+        files, first = self.chosen(tag)
+        if first and self.has(files):
+            yield self.cached_path(first)
+            return
         with tempfile.TemporaryDirectory(prefix="expertly-") as name:
             folder = Path(name, self.name)
             folder.mkdir(parents=True)
             try:
-                if is_gguf:
+                if first:
                     self._fetch_gguf_heads(folder, files)
                 else:
                     self._fetch_heads(folder)
-                yield folder / next(iter(files)) if is_gguf else folder
+                yield folder / first
             except CheckpointError as error:
                 raise type(error)(str(error).replace(f"{name}/", "")) from None
 
