@@ -18,8 +18,7 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 LENGTH = struct.Struct("<Q")
@@ -39,41 +38,8 @@ ALLOWED = 200
 PARENT_S = 10.0
 """How often a process that waits looks whether its parent is there."""
 
-
-class _AbsentType(type):
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return (lambda: True) if name == "is_jinja_available" else _Absent
-
-    def __call__(cls, *args: Any, **options: Any) -> bool:
-        return False
-
-
-class _Absent(metaclass=_AbsentType):
-    """Stands for anything that transformers' file imports from elsewhere in transformers, or from numpy. It has no
-    instances; called, as `is_torch_available` is, it gives False.
-    """
-
-
-class _Stub(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_Absent, name)
-
-
-class _Stubs:
-    """Finds a stub for each module of transformers and numpy."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.partition(".")[0] not in ("transformers", "numpy"):
-            return None
-        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Stub(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
+_STUBS = ("transformers.utils", "transformers.utils.import_utils", "numpy")
+"""What transformers' file for chat templates imports."""
 
 
 class TemplateService:
@@ -95,11 +61,14 @@ class TemplateService:
 
 
 def _templates_of(file: str) -> Any:
-    """transformers' module for chat templates, from its file; by an import of transformers where a later version needs
-    more of it.
+    """transformers' module for chat templates, from its file; by an import of transformers where another version needs
+    more of it than the stubs have.
     """
-    stubs = _Stubs()
-    sys.meta_path.insert(0, stubs)  # type: ignore[arg-type]
+    utils, availability, numpy = (ModuleType(name) for name in _STUBS)
+    vars(utils).update(logging=SimpleNamespace(get_logger=lambda name: SimpleNamespace(warning_once=print)))
+    vars(availability).update(is_jinja_available=lambda: True, is_torch_available=bool, is_vision_available=bool)
+    vars(numpy).update(generic=())  # no value is one
+    sys.modules.update(zip(_STUBS, (utils, availability, numpy), strict=True))
     try:
         spec = importlib.util.spec_from_file_location("transformers.utils.chat_template_utils", file)
         assert spec is not None and spec.loader is not None
@@ -108,8 +77,7 @@ def _templates_of(file: str) -> Any:
         module.render_jinja_template([[]], chat_template="{{ messages | tojson }}")
         return module
     except Exception:  # whatever a file does that finds stubs for what it needs
-        sys.meta_path.remove(stubs)  # type: ignore[arg-type]
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("transformers", "numpy")]:
+        for name in _STUBS:
             del sys.modules[name]
         return importlib.import_module("transformers.utils.chat_template_utils")
 
