@@ -81,13 +81,9 @@ def hub_errors(name: str) -> Iterator[None]:
         reason = "the hub has it, but wants you to accept its terms and log in (hf auth login)"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         reason = "the hub cannot be reached, and its cache here does not have it"
-    except (errors.NotASafetensorsRepoError, errors.SafetensorsParsingError) as error:
-        reason = f"what the hub has is no model in safetensors ({error})"
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         reason = "the hub has no such model" if status in (401, 404) else f"the hub answers {status}"
-    except CheckpointError:
-        raise
     except Exception as error:  # whichever HTTP library the hub's client uses has errors of its own
         if not isinstance(error, OSError) and type(error).__module__.partition(".")[0].rstrip("2") != "httpx":
             raise
