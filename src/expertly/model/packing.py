@@ -38,7 +38,7 @@ from expertly.model.hub import download, split_name
 from expertly.model.quantisations import is_named
 from expertly.model.structure import build_meta_model, find_experts
 from expertly.model.tables import table_modules
-from expertly.model.tiled import can_be_tiled
+from expertly.model.tiled import can_be_tiled, is_own
 from expertly.store.cache import entry_folder, list_entries, make_room, make_room_for_this_version, stores_folder
 from expertly.store.checkpoint import ADAPTER_NAME, Bytes, Checkpoint, TensorRef
 from expertly.store.gguf import SUFFIX
@@ -429,15 +429,12 @@ class Packing:
     def _kept_form(self, group: Group) -> TiledFormat | None:
         """The format of a linear layer's or an embedding's weight that stays in it: whole tiles, and nobody else's."""
         path, _, last = group.target.rpartition(".")
-        tied, model = self._model.all_tied_weights_keys, self._model
-        in_float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
         if (
             not self._kept
             or last != "weight"
-            or group.target in (*tied, *tied.values())
-            or in_float32.intersection(path.split("."))
+            or not is_own(self._model, path)
             or self._plain.target(group.target) != (group.target, None)
-            or not (can_be_tiled(model.get_submodule(path)) or path in self._tables)
+            or not (can_be_tiled(self._model.get_submodule(path)) or path in self._tables)
         ):
             return None
         rows, columns = self._conversion.shape(group.target)

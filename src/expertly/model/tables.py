@@ -34,7 +34,7 @@ from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat
 from expertly.model.conversion import Conversion
 from expertly.model.hooks import CACHE, original_of
 from expertly.model.structure import build_meta_model
-from expertly.model.tiled import can_be_tiled
+from expertly.model.tiled import can_be_tiled, is_own
 from expertly.store.manifest import IS_FLOAT
 from expertly.store.packed import DENSE_NAME, LayerFile, PackedStore, tiles_name
 
@@ -56,16 +56,13 @@ _PAGE = Geometry((LayerGeometry(1, 1, PAGE_NBYTES // 2, 1, 2, 1),))
 
 def table_modules(model: PreTrainedModel) -> dict[str, Any]:
     """The large tables of a model on the meta device, by path: those that nothing else shares, as a head does."""
-    tied, strict = model.all_tied_weights_keys, model._keep_in_fp32_modules_strict
-    in_float32 = {*(model._keep_in_fp32_modules or ()), *(strict or ())}
     return {
         path: module
         for path, module in model.named_modules()
         if isinstance(module, nn.Embedding)
         and module.weight.nbytes > TABLE_NBYTES
         and module.max_norm is None  # else looking up writes
-        and f"{path}.weight" not in (*tied, *tied.values())
-        and not in_float32.intersection(path.split("."))
+        and is_own(model, path)
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import embedding, linear
+from transformers import PreTrainedModel
 
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.formats import FORMATS
@@ -116,6 +117,13 @@ _TILED: dict[type[nn.Module], type[TiledLayer]] = {nn.Linear: TiledLinear, nn.Em
 
 TiledLinear.__name__ = TiledLinear.__qualname__ = "Linear"
 TiledEmbedding.__name__ = TiledEmbedding.__qualname__ = "Embedding"
+
+
+def is_own(model: PreTrainedModel, path: str) -> bool:
+    """Whether the weight of a module is no other's, too, and the model computes it in its dtype."""
+    tied = model.all_tied_weights_keys
+    in_float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    return f"{path}.weight" not in (*tied, *tied.values()) and in_float32.isdisjoint(path.split("."))
 
 
 def can_be_tiled(module: Any) -> bool:
