@@ -86,9 +86,9 @@ def takes_one(method: Any) -> bool:
     return [parameter.kind for parameter in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2
 
 
-def stand_in(module: Any, **changed: Any) -> None:
-    """Change a module's class as `look_alike` does, until somebody sets an attribute of it: what was tried need not
-    hold any more, so its own class returns.
+def stand_in(module: Any, kinds: Any = object, **changed: Any) -> None:
+    """Change a module's class as `look_alike` does, until somebody sets an attribute of it to something of these kinds:
+    what was tried need not hold any more, so its own class returns.
     """
     original: Any = type(module)
 
@@ -96,7 +96,7 @@ def stand_in(module: Any, **changed: Any) -> None:
         if name == "__class__":
             object.__setattr__(self, name, value)
             return
-        if name != "training" and not name.startswith("_expertly_"):
+        if isinstance(value, kinds) and name != "training" and not name.startswith("_expertly_"):
             object.__setattr__(self, "__class__", original)
         original.__setattr__(self, name, value)
 

@@ -22,8 +22,9 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model import routers
+from expertly.model.closed import stand_in
 from expertly.model.dense import ROUTER_NAMES, NamesAttention, eager_of, is_usual_attention, keep
-from expertly.model.hooks import CACHE, AsTried, active, experts_modules, look_alike, original_of, watchers
+from expertly.model.hooks import CACHE, AsTried, active, experts_modules, original_of, watchers
 from expertly.native.kernels import Kernels, UnsureError
 
 NUM_COMPARED = 3
@@ -40,6 +41,9 @@ _NAMES |= {"scatter_", "num_group", "topk_group", "num_experts", "routed_scaling
 """What the forward of a layer, of its block of experts and of its router may look up: another name may be a step that
 the first tokens do not show.
 """
+
+_RECORDED = int, float
+"""A layer stays as it is once somebody sets an attribute of these kinds, in it or in a part."""
 
 _ATTENTION_NAMES = {"clip_qkv", "clamp_", "query_layernorm", "key_layernorm"}
 """The same of attention, beside what is joined on a CPU."""
@@ -79,11 +83,10 @@ def use_graphs(
             and looks_up(layer) | looks_up(block) | looks_up(router) <= _NAMES
             and is_usual_attention(original_of(type(attention)), _ATTENTION_NAMES)
         ):
-            original = type(layer)
-            layer.__class__ = look_alike(original, forward=_forward_of(original))
-            for part in (layer, block, router, attention):
-                part.__class__ = look_alike(type(part), __setattr__=_setter_of(type(part)))
-            layer._expertly_graphs = Forms(make or LayerGraphs, original, module, router, shared)
+            layer._expertly_graphs = Forms(make or LayerGraphs, type(layer), module, router, shared)
+            stand_in(layer, _RECORDED, forward=_forward_of(type(layer)))
+            for part in (block, router, attention):  # whose classes are seen to change
+                stand_in(part, _RECORDED)
         else:
             kernels.stopped["code that is not on a list"] += 1
 
@@ -105,19 +108,6 @@ def _forward_of(original: Any) -> Callable[..., Any]:
         return original.forward(self, hidden_states, *args, **kwargs)
 
     return forward
-
-
-def _setter_of(original: Any) -> Callable[..., None]:
-    """Numbers were recorded: a layer stays as it is once one is set, in it or in a part, whose class changes."""
-
-    def __setattr__(self: Any, name: str, value: Any) -> None:
-        if isinstance(value, int | float) and name != "training" and not name.startswith("_expertly_"):
-            object.__setattr__(self, "__class__", original)
-            if "_expertly_graphs" in vars(self):
-                vars(self)["_expertly_graphs"] = None
-        original.__setattr__(self, name, value)
-
-    return __setattr__
 
 
 class _Shared:
@@ -160,19 +150,19 @@ class Forms:
     and the names of the arguments.
     """
 
-    def __init__(self, make: type[LayerGraphs], *parts: Any) -> None:
-        self.make, self._parts = make, parts
+    def __init__(self, make: type[LayerGraphs], original: Any, *parts: Any) -> None:
+        self.make, self._original, self._parts = make, original, parts
         self._of_kind: dict[Any, LayerGraphs | None] = {}
 
     def of(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerGraphs | None:
         """None: the layer stays as it is."""
         num_sequences, num_tokens = hidden.shape[:2]
-        if num_sequences != 1 or num_tokens > self.make.most_tokens:
+        if num_sequences != 1 or num_tokens > self.make.most_tokens or type(layer) is self._original:
             return None
         kind = num_tokens, *kwargs
         if kind not in self._of_kind:
             is_new = len(self._of_kind) < _MOST_FORMS
-            self._of_kind[kind] = self.make(layer, *self._parts) if is_new else None
+            self._of_kind[kind] = self.make(layer, self._original, *self._parts) if is_new else None
         return self._of_kind[kind]
 
     def give_up(self, graphs: LayerGraphs) -> None:
