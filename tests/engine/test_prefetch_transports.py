@@ -25,7 +25,7 @@ from expertly.engine.device import Device
 from expertly.policies.lru import LRU
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.cache import LOADING, PREFETCHING
-from expertly.scheduler.loop import InlineChannel, Prefetcher, run_layer
+from expertly.scheduler.loop import Prefetcher, run_layer
 from tests.engine import streams
 from tests.engine.disk import Disk
 from tests.engine.streams import Accelerator, Mark, RandomStreams
@@ -132,7 +132,7 @@ def soak(
     monkeypatch.setattr(cuda, "AHEAD_NBYTES", dice.choice([1, 2 * shape.unit_nbytes[0]]))
     device = make(kind, disk, shape, budget.pool_slots(), dice)
     transport, predictor = Counted(device, happened), RandomPredictor(dice, shape, routers)
-    prefetcher = Prefetcher(control, transport, InlineChannel(predictor))
+    prefetcher = Prefetcher(control, transport, predictor)
 
     def compute(spans: Sequence[Span]) -> None:
         for span in spans:

@@ -19,7 +19,7 @@ from expertly.policies.moepic import Configuration, LayerSplit, MoEpic
 from expertly.policies.prediction import Predictor
 from expertly.policies.registry import EVICTIONS
 from expertly.scheduler.budget import check_quotas, split_budget
-from expertly.scheduler.loop import InlineChannel, Prefetcher, run_layer
+from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.scheduler import Scheduler
 from tests.scheduler.checked import CheckedScheduler, waiting
 from tests.scheduler.decisions import Decision, record, replay
@@ -266,7 +266,7 @@ def soak(
         RandomPredictor(dice, shape, routers),
         control.happened,
     )
-    prefetcher = Prefetcher(recorded, link, InlineChannel(predictor))
+    prefetcher = Prefetcher(recorded, link, predictor)
     link.fails = lambda: dice.random() < failures
 
     def compute(spans: Sequence[Span]) -> None:

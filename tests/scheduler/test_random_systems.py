@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from expertly.scheduler.budget import Budget
-from expertly.scheduler.loop import InlineChannel, Prefetcher, run_layer
+from expertly.scheduler.loop import Prefetcher, run_layer
 from tests.scheduler import drive
 from tests.scheduler.checked import waiting
 from tests.scheduler.drive import geometry, one_token
@@ -93,7 +93,7 @@ def test_with_nothing_kept_what_is_prefetched_is_staged(share: float, segments: 
     link = RandomLink(dice, 0.7)
     routers = [one_token(layer, dice.sample(range(8), 2)) for _ in range(60) for layer in range(4)]
     predictor = RandomPredictor(dice, shape, routers)
-    prefetcher = Prefetcher(control, link, InlineChannel(predictor))
+    prefetcher = Prefetcher(control, link, predictor)
     for step, router in enumerate(routers):
         predictor.step = step
         if router.layer == 0:

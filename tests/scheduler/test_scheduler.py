@@ -11,7 +11,7 @@ from expertly.core.messages import Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
 from expertly.policies.prediction import Predictor
 from expertly.scheduler.cache import PREFETCHING
-from expertly.scheduler.loop import InlineChannel, Prefetcher
+from expertly.scheduler.loop import Prefetcher
 from expertly.scheduler.loop import run_layer as loop_layer
 from tests.scheduler.drive import (
     control_planes,
@@ -97,7 +97,7 @@ def test_layers_of_other_rows_are_left_out() -> None:
     predictor, link, stack = SayingAll(), InstantLink(), range(4)
     control = made(geometry(layers=4, experts=8, top_k=2), [4] * 4, 2)
     control.queue.window = 99
-    prefetcher = Prefetcher(control, link, InlineChannel(predictor))
+    prefetcher = Prefetcher(control, link, predictor)
     prefetcher.begin_iteration(nothing_seen)
     assert [(span.layer, span.expert) for span in link.submitted] == [(layer, layer) for layer in stack]
     router = one_token(stack[0], [stack[0]])

@@ -10,7 +10,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.scheduler.budget import split_budget
-from expertly.scheduler.loop import InlineChannel, Prefetcher
+from expertly.scheduler.loop import Prefetcher
 from expertly.scheduler.loop import run_layer as loop_layer
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.systems import get_system
@@ -104,7 +104,7 @@ def test_whole_experts_are_what_the_policy_alone_keeps(share: float) -> None:
             routers = random_routers(dice, 20)
             predictor = RandomPredictor(dice, shape, routers)
             link = RandomLink(dice)
-            prefetcher = Prefetcher(control, link, InlineChannel(predictor)) if way else None
+            prefetcher = Prefetcher(control, link, predictor) if way else None
             for step, router in enumerate(routers):
                 predictor.step = step
                 loop_layer(control, link, router, lambda spans: None, prefetcher, routed(router))

@@ -12,7 +12,7 @@ from expertly.core.geometry import Geometry
 from expertly.policies.known import Known
 from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.counters import PhaseCounters
-from expertly.scheduler.loop import InlineChannel, Prefetcher
+from expertly.scheduler.loop import Prefetcher
 from expertly.scheduler.loop import run_layer as loop_layer
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.systems import SYSTEMS, runnable_systems
@@ -168,7 +168,7 @@ def test_the_oracle_wastes_nothing_and_loads_no_less_than_belady(segments: int, 
         control = system.scheduler(shape, split_budget(shape, int(shape.nbytes * share)), known)
         link = InstantLink() if "at once" in name else RandomLink(random.Random(1))
         predictor = system.predictor(shape, known)
-        prefetcher = None if predictor is None else Prefetcher(control, link, InlineChannel(predictor))
+        prefetcher = None if predictor is None else Prefetcher(control, link, predictor)
         for step, router in enumerate(routers):
             demands.step = step
             loop_layer(control, link, router, lambda spans: None, prefetcher, routed(router))

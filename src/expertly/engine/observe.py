@@ -6,7 +6,7 @@ T rows without pads, E experts, K top-k, H hidden, D distances looked ahead.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,8 @@ import torch
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
-from expertly.core.messages import Prediction, RouterRan
+from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, Floats, IterationInfo, Routed, Want, scores_of_choices
-from expertly.engine.device import kind_of
 from expertly.engine.runtime import Engine, Executor
 from expertly.model.hooks import saturated_half
 from expertly.model.routers import HookedRouter, find_routers
@@ -251,24 +250,18 @@ def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class Prefetching:
-    """Shows a model's forward passes to a predictor, and has the executor prefetch what it predicts: the Channel, which
-    predicts within the pass, at once, so that the same run gives the same predictions at the same moments.
-
-    An exception of the predictor fails one pass; from then on nothing is predicted.
-    """
+    """Tells a predictor's prefetcher of a model's forward passes."""
 
     def __init__(self, executor: Executor, predictor: Predictor, collector: Collector) -> None:
         self.predictor = predictor
-        self.error: Exception | None = None
-        """The predictor's exception."""
         self.routed, self.left_out = collector.routed, collector.left_out
-        self._collector = collector
-        device = executor.shard.device.torch_device
-        self._beside = kind_of(device).beside(device)  # what is observed is complete: wait for nothing queued since
-        self._prefetcher = executor.shard.predict_from(self)
+        self._collector, self._prefetcher = collector, executor.shard.predict(predictor)
         collector.attach()
 
-    # -- what the engine calls ---------------------------------------------------------------------------------
+    @property
+    def error(self) -> Exception | None:
+        """The predictor's exception."""
+        return self._prefetcher.error
 
     def begin(self, info: IterationInfo) -> None:
         began = self._collector.begin(info)
@@ -282,27 +275,6 @@ class Prefetching:
 
     def close(self) -> None:
         self._collector.detach()
-
-    # -- what its prefetcher calls -----------------------------------------------------------------------------
-
-    def begin_iteration(self, began: Callable[[], Began]) -> Iterable[Prediction]:
-        return self._call(lambda: list(self.predictor.begin_iteration(began())))
-
-    def router_ran(self, routed: Callable[[], Routed]) -> Iterable[Prediction]:
-        return self._call(lambda: list(self.predictor.router_ran(routed())))
-
-    def end_iteration(self, ok: bool) -> None:
-        self._call(lambda: self.predictor.end_iteration(ok))
-
-    def _call(self, show: Callable[[], Iterable[Prediction] | None]) -> Iterable[Prediction]:
-        if self.error is not None:
-            return ()
-        try:
-            with self._beside:
-                return show() or ()
-        except Exception as error:
-            self.error = error
-            raise
 
 
 def make_prefetching(

@@ -17,8 +17,9 @@ from expertly.engine.compute import EARLY_TOKENS, Dispatch, Early, LayerCall, La
 from expertly.engine.device import Device, kind_of
 from expertly.engine.step_times import StepTimes
 from expertly.native.kernels import ChosenExperts, choose_kernels
+from expertly.policies.prediction import Predictor
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
-from expertly.scheduler.loop import Channel, Prefetcher, run_layer
+from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -104,9 +105,11 @@ class Shard:
             for layer, (module, shape, numbers) in enumerate(zip(modules, self.geometry.layers, held, strict=True))
         ]
 
-    def predict_from(self, channel: Channel) -> Prefetcher:
-        """From now on prefetch what comes out of this channel, which is told of passes by what this returns."""
-        self.prefetcher = Prefetcher(self.scheduler, self.device, channel)
+    def predict(self, predictor: Predictor) -> Prefetcher:
+        """From now on prefetch what this predictor says, which is told of passes by what this returns."""
+        device = self.device.torch_device
+        beside = kind_of(device).beside(device)  # what is observed is complete: wait for nothing queued since
+        self.prefetcher = Prefetcher(self.scheduler, self.device, predictor, beside)
         return self.prefetcher
 
     def preload(self, layer: int) -> None:

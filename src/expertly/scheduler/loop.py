@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from expertly.core.messages import Prediction, RouterRan, Span
@@ -121,51 +122,39 @@ def _arrivals(
     return spans
 
 
-class Channel(Protocol):
-    """Shows a forward pass to a predictor. An observation is a function that is called where it is used."""
-
-    def begin_iteration(self, began: Callable[[], Began]) -> Iterable[Prediction]: ...
-
-    def router_ran(self, routed: Callable[[], Routed]) -> Iterable[Prediction]:
-        """What is predicted now that a router has chosen. Raises what the predictor raises."""
-        ...
-
-    def end_iteration(self, ok: bool) -> None: ...
-
-
-class InlineChannel:
-    """Predicts within the pass, at once: the same run gives the same predictions at the same moments."""
-
-    def __init__(self, predictor: Predictor) -> None:
-        self._predictor = predictor
-        self.end_iteration = predictor.end_iteration
-
-    def begin_iteration(self, began: Callable[[], Began]) -> Iterable[Prediction]:
-        return list(self._predictor.begin_iteration(began()))
-
-    def router_ran(self, routed: Callable[[], Routed]) -> Iterable[Prediction]:
-        return list(self._predictor.router_ran(routed()))
-
-
 class Prefetcher:
-    """Loads what is predicted."""
+    """Shows a forward pass to a predictor, and loads what that says. It predicts within the pass, at once: the same run
+    gives the same predictions at the same moments. An observation is a function that is called where it is used.
 
-    def __init__(self, scheduler: Scheduler, transport: Transport, channel: Channel) -> None:
-        self.end_iteration = channel.end_iteration
-        self._scheduler = scheduler
-        self._transport = transport
-        self._channel = channel
+    An exception of the predictor fails one pass; from then on nothing is predicted.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        transport: Transport,
+        predictor: Predictor,
+        around: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """`around`: entered while the predictor is asked."""
+        self._scheduler, self._transport, self._predictor = scheduler, transport, predictor
+        self._around = nullcontext() if around is None else around
+        self.error: Exception | None = None
+        """The predictor's exception."""
 
     def begin_iteration(self, began: Callable[[], Began]) -> None:
-        """A forward pass begins."""
-        self._predict(self._channel.begin_iteration(began))
+        """A forward pass begins. Raises, as the next two, what the predictor raises."""
+        self._ask(lambda: self._predictor.begin_iteration(began()))
         self.refill()
 
     def router_ran(self, routed: Callable[[], Routed] | None) -> None:
         """The router ran and its layer's loads are submitted: show it to the predictor, and prefetch more."""
         if routed is not None:
-            self._predict(self._channel.router_ran(routed))
+            self._ask(lambda: self._predictor.router_ran(routed()))
         self.refill()
+
+    def end_iteration(self, ok: bool) -> None:
+        self._ask(lambda: self._predictor.end_iteration(ok))
 
     def computed(self) -> None:
         """Something was computed. If slots were lacking, prefetch more."""
@@ -181,6 +170,14 @@ class Prefetcher:
         if spans:
             self._transport.prefetch(spans)
 
-    def _predict(self, predictions: Iterable[Prediction]) -> None:
+    def _ask(self, ask: Callable[[], Iterable[Prediction] | None]) -> None:
+        if self.error is not None:
+            return
+        try:
+            with self._around:
+                predictions = list(ask() or ())
+        except Exception as error:
+            self.error = error
+            raise
         for prediction in predictions:
             self._scheduler.predict(prediction)

@@ -9,7 +9,7 @@ from expertly.core.messages import RouterRan, Span
 from expertly.core.observation import Routed, Want
 from expertly.policies.moepic import Timing
 from expertly.policies.prediction import Predictor
-from expertly.scheduler.loop import InlineChannel, Prefetcher, run_layer
+from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.systems import OVERLAPPED
 from expertly_lab.sim.compute import ComputeModel
@@ -54,7 +54,7 @@ class Simulator:
         self._wants: frozenset[Want] = frozenset()
         if predictor is not None:
             kind = WaitingPrefetcher if loop == "synchronous" else Prefetcher
-            self._prefetcher = kind(scheduler, link, InlineChannel(predictor))
+            self._prefetcher = kind(scheduler, link, predictor)
             self._wants = predictor.wants
         self._future = future
         self._watcher = watcher

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 from expertly.core.messages import RouterRan, Span
 from expertly.core.observation import Routed
+from expertly.policies.prediction import Predictor
 from expertly.scheduler.cache import ABSENT, LOADING, RESIDENT
-from expertly.scheduler.loop import Channel, Prefetcher, Transport
+from expertly.scheduler.loop import Prefetcher, Transport
 from expertly.scheduler.scheduler import Scheduler
 
 
@@ -18,8 +19,8 @@ class WaitingPrefetcher(Prefetcher):
     which hands out first what arrived for the layer meanwhile.
     """
 
-    def __init__(self, scheduler: Scheduler, transport: Transport, channel: Channel) -> None:
-        super().__init__(scheduler, transport, channel)
+    def __init__(self, scheduler: Scheduler, transport: Transport, predictor: Predictor) -> None:
+        super().__init__(scheduler, transport, predictor)
         self.submit, self.prefetch, self.cancel = transport.submit, transport.prefetch, transport.cancel
         self._arrived: deque[Span] = deque()  # that the running layer awaits
 
