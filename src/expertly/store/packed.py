@@ -235,7 +235,8 @@ class PackedStore:
     def _check(self, name: str, progress: Callable[[int], None] = lambda nbytes: None) -> os.stat_result:
         """Compare a file with the manifest. Returns what it was before. `progress`: bytes of it that were read."""
         path, written, digest = self.folder / name, self.manifest.files[name].checksum, xxhash.xxh3_64()
-        about, buffer, done = _about(path), memoryview(bytearray(_CHUNK_NBYTES)), 0
+        about, done = _about(path), 0
+        buffer = memoryview(bytearray(min(_CHUNK_NBYTES, about.st_size + 1)))
         with reading(path, StoreError) as file:
             while count := file.readinto(buffer):
                 digest.update(buffer[:count])
