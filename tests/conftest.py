@@ -46,6 +46,14 @@ def keep_the_code_of_libraries() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def keep_stores_in_the_page_cache() -> Iterator[None]:
+    """Nothing here has to outlive a power cut, and waiting for the disk was most of what packing a tiny model took."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def read_certificates_once() -> Iterator[None]:
     """Each client does, which took longer than what it asks for, and none here asks over TLS."""
     with pytest.MonkeyPatch.context() as patch:
