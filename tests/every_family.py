@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel, models
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from tests.families import VOCAB_SIZE, draw_weights
 
@@ -36,6 +41,9 @@ SIZES = {
     "(.*_)?vocab_size(_.*)?": VOCAB_SIZE,
     "hidden_size|d_model": 32,
     "num_hidden_layers|n_layers|num_layers": NUM_LAYERS,
+    "depth|encoder_layers": 2,  # of what sees or hears, which is only loaded
+    "out_hidden_size|output_dim|encoder_ffn_dim|projector_(input|output)_dim|projector_hidden_size": 32,
+    "downsample_hidden_size": 8,
     "(swa_)?num_attention_heads|n_heads|num_heads|linear_num_heads|linear_num_value_heads": 4,
     "(swa_)?num_key_value_heads|linear_num_key_heads": 2,
     "((swa|linear|linear_key|linear_value|mamba)_)?head_dim|kv_channels|qk_(nope|rope)_head_dim|v_head_dim": 8,
@@ -72,7 +80,7 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA4,
     "glm4v_moe": {
         "text_config": {"rope_parameters": ROPE | {"mrope_section": [1, 0, 1], "partial_rotary_factor": 0.5}},
-        "vision_config": {"depth": 1, "out_hidden_size": 32, "image_size": 28},
+        "vision_config": {"depth": 1, "image_size": 28},
     },
     "glm5_next": {"text_config": {"index_kpool": 4, "qk_rope_head_dim": 0}},
     "granitemoehybrid": {
@@ -82,6 +90,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_moe": {"head_dim": 8},
     "hy_v4_vl": {"text_config": {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}}},
+    "inkling_mm_model": {"vision_config": {"patch_size": 8}},
     "inkling2": {"vision_config": {"text_hidden_size": 32}},
     "inkling2_loop": {"vision_config": {"text_hidden_size": 32}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
@@ -117,17 +126,18 @@ _EXPERTS = "Experts$|MoE|Moe[A-Z]|MOE"
 
 
 @cache
-def families() -> dict[str, type[PreTrainedModel]]:
-    """The model of every type whose modeling file has experts: of text, or as it is published, of images and text."""
-    models: dict[str, type[PreTrainedModel]] = {}
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
-        for model_type in CONFIG_MAPPING:
-            kind = CONFIG_MAPPING[model_type]
-            if kind not in mapping or (not _has_experts(mapping[kind]) and model_type not in TEXTS):
-                continue
-            model: Any = mapping[kind]
-            models[model_type] = model[0] if isinstance(model, tuple) else model
-    return dict(sorted(models.items()))
+def families() -> dict[str, str]:
+    """The class of the model of every type whose modeling file has experts: of text, or as it is published, of images
+    and text. Read from the sources: to import all that transformers can make takes seconds.
+    """
+    have_experts = _classes_beside_experts()
+    classes: dict[str, str] = {}
+    for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
+        for model_type, name in names.items():
+            name = name if isinstance(name, str) else name[0]
+            if model_type in CONFIG_MAPPING_NAMES and (name in have_experts or model_type in TEXTS):
+                classes[model_type] = name
+    return dict(sorted(classes.items()))
 
 
 def is_wrapper(model_type: str) -> bool:
@@ -136,11 +146,13 @@ def is_wrapper(model_type: str) -> bool:
     return kind in MODEL_FOR_MULTIMODAL_LM_MAPPING and "text_config" in kind.sub_configs
 
 
-def _has_experts(model: Any) -> bool:
-    model = model[0] if isinstance(model, tuple) else model
-    members = vars(importlib.import_module(model.__module__)).values()
-    names = [member.__name__ for member in members if getattr(member, "__module__", None) == model.__module__]
-    return any(re.search(_EXPERTS, name) for name in names)
+def _classes_beside_experts() -> set[str]:
+    found: set[str] = set()
+    for path in Path(models.__path__[0]).glob("*/modeling_*.py"):
+        names = re.findall(r"^(?:class|def) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if any(re.search(_EXPERTS, name) for name in names):
+            found.update(names)
+    return found
 
 
 def make_config(model_type: str) -> PreTrainedConfig:
@@ -200,13 +212,19 @@ def _sized(name: str, value: Any) -> Any:
     return next((size for pattern, size in SIZES.items() if re.fullmatch(pattern, name)), value)
 
 
+def make(model_type: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """As the family initialises it."""
+    made: PreTrainedModel = getattr(transformers, families()[model_type])(config)
+    return made
+
+
 def make_model(model_type: str, seed: int = 1, **fields: Any) -> PreTrainedModel:
     """With weights as tests.families draws them; `fields` replace those of its config."""
     config = make_config(model_type)
     config.update(fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = families()[model_type](config)
+        model = make(model_type, config)
     draw_weights(model, seed)
     for table in model.buffers():
         if table.dtype == torch.long and table.shape == (VOCAB_SIZE, 2):  # the experts of each token

@@ -641,7 +641,7 @@ def make_model(case: Case) -> PreTrainedModel:
             torch.manual_seed(0)
             if case.make is not None:
                 return case.make(case)
-            return every_family.families()[case.model_type](type(small)(**fields))
+            return every_family.make(case.model_type, type(small)(**fields))
 
     model, drawn = build(), build()
     draw_weights(drawn, 1)
