@@ -6,10 +6,8 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import pytest
 import expertly
 from expertly.cli.main import main
 from expertly.engine import remote
+from tests.commands import RunningCommand
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
 from tests.families import generate, make_checkpoint, make_tokenizer, reference_generate
@@ -33,9 +32,9 @@ def workers_of(model: Any) -> list[dict[str, Any]]:
 
 def until_gone(pid: int) -> None:
     with pytest.raises(ProcessLookupError):
-        for _ in range(300):
+        for _ in range(3000):
             os.kill(pid, 0)
-            time.sleep(0.1)
+            time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -118,23 +117,19 @@ def test_run_with_a_worker(tiny: tuple[str, str], capfd: pytest.CaptureFixture[s
     assert int(num_calls) >= 8, "one a token, and mostly one a layer"
 
 
-def test_serve_with_a_worker_that_ends_with_it(tiny: tuple[str, str]) -> None:
+def test_serve_with_a_worker_that_ends_with_it(tiny: tuple[str, str], start: Callable[..., RunningCommand]) -> None:
     """However it ends: it is killed."""
     folder, expected = tiny
-    words = ("serve", folder, "--port", "0", "--json", "--context", "128", "--name", "tiny", *MEMORY)
-    running = subprocess.Popen([sys.executable, "-m", "expertly", *words], stdout=subprocess.PIPE, text=True)
-    try:
-        assert running.stdout is not None
-        url = json.loads(running.stdout.readline())["url"]
-        body = {"model": "tiny", "prompt": "Once", "max_tokens": 8, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
-        assert answer["choices"][0]["text"] == expected
-        said = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines() if "local-1" in line)
-        assert float(said['expertly_worker_alive{worker="local-1"}']) == 1
-        tasks = Path(f"/proc/{running.pid}/task").glob("*/children")
-        children = {int(child) for file in tasks for child in file.read_text().split()}
-        (worker,) = [pid for pid in children if b"expertly.engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    finally:
-        running.kill()
-        running.wait()
+    running = start("serve", folder, "--port", "0", "--json", "--context", "128", "--name", "tiny", *MEMORY)
+    running.wait_until(lambda: running.out.endswith("\n"))
+    url = json.loads(running.out)["url"]
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 8, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["text"] == expected
+    said = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines() if "local-1" in line)
+    assert float(said['expertly_worker_alive{worker="local-1"}']) == 1
+    tasks = Path(f"/proc/{running.process.pid}/task").glob("*/children")
+    children = {int(child) for file in tasks for child in file.read_text().split()}
+    (worker,) = [pid for pid in children if b"expertly.engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    running.send_signal(signal.SIGKILL)
     until_gone(worker)

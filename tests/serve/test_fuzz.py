@@ -20,6 +20,7 @@ SAID = """ "model": "demo", "messages": [{"role": "system", "content": [{"type":
     {"role": "assistant", "tool_calls":
         [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
     {"role": "tool", "tool_call_id": "1", "content": "c"}] """
+ASKED = """ "model": "demo", "messages": [{"role": "user", "content": "a"}] """
 FUNCTION = """ "name": "f", "description": "d", "parameters": {"properties": {"a": {"enum": [1]}}} """
 RIGHT = [
     ("completions", f'{TUNED}, "prompt": ["a", "b"], "max_tokens": 1, "n": 1, "echo": true'),
@@ -27,13 +28,13 @@ RIGHT = [
     ("chat/completions", f'{TUNED}, {SAID}, "max_tokens": 1, "logprobs": true, "top_logprobs": 1'),
     (
         "chat/completions",
-        f"""{SAID}, "tools": [{{"type": "function", "function": {{{FUNCTION}}}}}], "parallel_tool_calls": false,
+        f"""{ASKED}, "tools": [{{"type": "function", "function": {{{FUNCTION}}}}}], "parallel_tool_calls": false,
         "tool_choice": {{"type": "function", "function": {{"name": "f"}}}}, "reasoning_effort": "low",
         "chat_template_kwargs": {{"a": 1}}, "max_completion_tokens": 1""",
     ),
     (
         "chat/completions",
-        f"""{SAID}, "max_tokens": 1, "response_format":
+        f"""{ASKED}, "max_tokens": 1, "response_format":
         {{"type": "json_schema", "json_schema": {{"name": "a", "schema": {{"const": 1}}}}}}""",
     ),
     (
