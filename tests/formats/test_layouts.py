@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import defaultdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from tests.model.checkpoints import (
     spread_blocks,
     write_checkpoint,
 )
-from tests.tables import IS_FULL
+from tests.tables import IS_FULL, crossed
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = {"num_bits": 8, "type": "float", "format": "float-quantized", "scales": F32}
@@ -188,19 +189,18 @@ def test_they_are_decoded_by_their_definition(name: str, tmp_path: Path) -> None
         assert_holds(store, source, plain, dtype == F32 and (IS_FULL or name in RUN))
 
 
-@pytest.mark.parametrize("part", [".experts.", ".self_attn."])
-@pytest.mark.parametrize("whole", [-0.5, 0.0, float("nan")])
 @pytest.mark.parametrize("name", ["nvfp4 of compressed-tensors", "nvfp4 of modelopt"])
-def test_the_scale_of_an_nvfp4_matrix_is_above_zero(name: str, whole: float, part: str, tmp_path: Path) -> None:
+def test_the_scale_of_an_nvfp4_matrix_is_above_zero(name: str, tmp_path: Path) -> None:
     """Kept or decoded: else other weights would come of it."""
     make, quantization, _ = MADE[name]
     source, _ = changed(tmp_path / "model", make, quantization)
     tensors = read_tensors(source)
-    names = [tensor for tensor in tensors if part in tensor and tensor.endswith(("_global_scale", "weight_scale_2"))]
-    tensors[names[0]] = torch.full_like(tensors[names[0]], whole)
-    write_checkpoint(tmp_path / "wrong", tensors, source, quantization_config=quantization)
-    with pytest.raises(CheckpointError, match=f"the scale of the matrix is {whole:g}: must be"):
-        pack(tmp_path / "wrong", tmp_path / "store")
+    for part, whole in product((".experts.", ".self_attn."), (-0.5, 0.0, float("nan"))):
+        first = next(key for key in tensors if part in key and key.endswith(("_global_scale", "weight_scale_2")))
+        spoiled = tensors | {first: torch.full_like(tensors[first], whole)}
+        write_checkpoint(tmp_path / "wrong", spoiled, source, quantization_config=quantization)
+        with pytest.raises(CheckpointError, match=f"the scale of the matrix is {whole:g}: must be"):
+            pack(tmp_path / "wrong", tmp_path / "store")
 
 
 def test_modelopt_may_say_so_in_a_file_of_its_own(tmp_path: Path) -> None:
@@ -212,8 +212,7 @@ def test_modelopt_may_say_so_in_a_file_of_its_own(tmp_path: Path) -> None:
     assert_holds(store, source, plain, runs=False)
 
 
-@pytest.mark.parametrize("scale", ["_scale_inv", "_scale"])
-@pytest.mark.parametrize("block", [128, 64, 0])
+@pytest.mark.parametrize(("block", "scale"), crossed([128, 64, 0], ["_scale_inv", "_scale"]))
 def test_stacked_experts_in_fp8(block: int, scale: str, tmp_path: Path) -> None:
     """Of names without ".weight": blocks, or (0) one scale for each expert."""
     source = make_fused_checkpoint("qwen3_moe", tmp_path / "source")

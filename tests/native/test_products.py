@@ -87,7 +87,7 @@ def test_experts_in_one_call(
     threads the same bits.
     """
     dice = torch.Generator().manual_seed(num_tokens)
-    for dtype, (r, width) in product(dtypes(kernels), zip(NEURONS, (1, 33, 64, 500, 96, 7, 2048), strict=True)):
+    for dtype, (r, width) in product(dtypes(kernels), zip(NEURONS, (1, 33, 64, 2048, 96, 7, 500), strict=True)):
         rows = values(dice, 2, r, num_inner + 1, width, dtype=dtype) / 8  # what is added is about as large as biases
         x = values(dice, num_tokens + 2, width + 3, dtype=dtype)[:, 3:] / width**0.5
         nbytes = (num_inner + 1) * width * dtype.itemsize, width * dtype.itemsize
