@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from expertly.engine.process import (
     peak_rss_nbytes,
     rss_nbytes,
 )
+from tests.commands import RunningCommand
 from tests.engine.observe import run_python
 from tests.families import generate
 
@@ -194,9 +195,11 @@ print(before - rss_nbytes(), given, bool((again == product).all()), again[0, 0].
 """
 
 
-def test_threads_that_a_thread_computed_with_end_with_its_call() -> None:
+def test_threads_that_a_thread_computed_with_end_with_its_call(
+    tmp_path: Path, start: Callable[..., RunningCommand]
+) -> None:
     """Else those of other threads sleep after every product, as all together are more than the processors."""
-    done = run_python(
+    (tmp_path / "threads.py").write_text(
         """if True:
         import os, threading
         import expertly, torch
@@ -229,7 +232,9 @@ def test_threads_that_a_thread_computed_with_end_with_its_call() -> None:
         ends.set()
         """
     )
-    loaded, computed, before, first, second, last = map(int, done.stdout.split())
+    done = start(tmp_path / "threads.py")
+    assert done.exit_code(120) == 0, done.err
+    loaded, computed, before, first, second, last = map(int, done.out.split())
     assert computed - loaded == 1, "loading's had ended"
     assert first - before == 1 and second - before == 2, "no thread but the two that called it"
     assert last - before == 3, "a product has a team of two"

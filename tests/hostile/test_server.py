@@ -19,9 +19,9 @@ from expertly.serve.reading import count_values
 from expertly.serve.server import Assembled
 from expertly.serve.settings import host_of, is_loopback
 from tests.hostile.cases import MAX_CPU_S
-from tests.serve.conftest import Serving, assembled_for, demo, do_not_collect, room_for, running
+from tests.serve.conftest import Serving, assembled_for, demo, do_not_collect, end_soon, room_for, running
 
-__all__ = ["demo", "do_not_collect"]
+__all__ = ["demo", "do_not_collect", "end_soon"]
 
 MIB = 1 << 20
 HEALTH_S = 1.0

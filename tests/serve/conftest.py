@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import httpx
 import openai
 import pytest
 import torch
+import uvicorn.server
 from transformers import AutoModelForCausalLM
 from transformers.generation.continuous_batching import continuous_api
 
@@ -111,6 +113,15 @@ def do_not_collect() -> Iterator[None]:
     """Upstream's continuous batching collects garbage when it ends, twice: here, most of what a server takes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(continuous_api, "gc", SimpleNamespace(collect=lambda: 0))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def end_soon() -> Iterator[None]:
+    """uvicorn looks ten times a second whether it is to end, and then waits as long for connections to close."""
+    quick = SimpleNamespace(**(vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 10)}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", quick)
         yield
 
 

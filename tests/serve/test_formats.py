@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import openai
@@ -25,9 +26,14 @@ AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEM
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
+@cache
+def tokenizer_of(tokenizer: Any, family: Family) -> Any:
+    return family.tokenizer(tokenizer, 8192)
+
+
 @contextmanager
 def saying(demo: tuple[Any, Any], family: Family, text: str, template: str = "") -> Iterator[Serving]:
-    tokenizer = family.tokenizer(demo[1], 8192)
+    tokenizer = tokenizer_of(demo[1], family)
     assembled = assembled_for(demo[0], tokenizer, room_for(2048), template or family.template)
     with running(scripted(assembled, text, tokenizer)) as serving:
         yield serving
