@@ -96,13 +96,13 @@ def test_every_type_decodes_to_the_packages_numbers(kind: str) -> None:
     if kind == "MXFP4":
         blocks[..., 0] = dice.integers(0, 253, (rows, 16))
     if kind == "NVFP4":
-        blocks[..., :4] &= 127  # a scale below 0 is refused
+        blocks[..., :4] &= 127  # a scale whose top bit is set is refused
     for place in SCALES.get(kind, {}):
         set_scales(blocks, kind, place, dice.choice(EXTREMES, (rows, 16, 1)))
     tensor = torch.from_numpy(blocks.reshape(rows, -1))
     wanted = torch.from_numpy(gguf.quants.dequantize(tensor.numpy(), ggml))
     packed = torch.from_numpy(form.pack(form.parts_of(Matrix(tensor, tensor))))
-    assert tensor.nbytes <= packed.nbytes <= 1.005 * tensor.nbytes, "but for NVFP4's scale of the matrix"
+    assert tensor.nbytes <= packed.nbytes <= 1.01 * tensor.nbytes, "but for NVFP4's scale of the matrix"
     assert torch.equal(form.decode(packed), wanted)
     for library in libraries():
         decoded = torch.empty(rows, columns)
@@ -120,14 +120,14 @@ NAMES = {"attn_q": "self_attn.q_proj.weight", "ffn_down_exps": "mlp.experts.down
 NAMES |= dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.gate_up_proj")
 
 
-@pytest.mark.parametrize(("intermediate", "form"), [(256, "nvfp4_global"), (192, "")])
-def test_scales_of_nvfp4_in_tensors_of_their_own(intermediate: int, form: str, tmp_path: Path) -> None:
+def test_scales_of_nvfp4_in_tensors_of_their_own(tmp_path: Path) -> None:
     """As llama.cpp's converter writes them, one for each expert; not where all are 1, as of gate in the first layer."""
     names = [f"blk.{layer}.{name}" for layer in range(3) for name in NAMES]
     names.remove("blk.0.ffn_gate_exps")
     more = {f"{name}.scale": (NUM_EXPERTS if "exps" in name else 1,) for name in names}
     more |= {f"{name}.input_scale": (1,) for name in names}
     others: dict[str, str | None] = {f"blk.{layer}.attn_q.weight": "NVFP4" for layer in range(3)}
+    intermediate = 192
     sizes = {"hidden": 128, "intermediate": intermediate}
     path = make_gguf(tmp_path / "model.gguf", "NVFP4", others=others, more=more, **sizes)
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
@@ -139,7 +139,7 @@ def test_scales_of_nvfp4_in_tensors_of_their_own(intermediate: int, form: str, t
         scales = torch.tensor(tensors[f"{name}.scale"]).view(-1, *(1,) * (weight.dim() - 1))
         (weight[:, half] if weight.dim() > 2 else weight).mul_(scales)
     store = pack(path, tmp_path / "store")
-    assert [layer.format for layer in store.manifest.layers] == [form] * 3
+    assert [layer.format for layer in store.manifest.layers] == ["nvfp4_global"] * 3
     assert store.manifest.dense_formats["model.layers.1.self_attn.q_proj"] == "nvfp4_global"
     assert_computes(store.folder, reference, [("lru", "25%", 1), ("expertly", "100%", 1)])
     changed = {**more, "blk.1.ffn_up_exps.scale": (NUM_EXPERTS - 1,)}

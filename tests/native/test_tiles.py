@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -116,6 +117,11 @@ def test_a_matrix_by_itself(form: ExpertFormat, library: Any) -> None:
             assert bool(((out == wanted) | (wanted.abs() < torch.finfo(dtype).tiny) & (out == 0)).all())
 
 
+gguf.quants.IQ3_XXS.init_grid()
+LARGEST = int(np.asarray(gguf.quants.IQ3_XXS.grid).sum(axis=-1).argmax())
+"""A row of IQ3_XXS's grid."""
+
+
 @pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_codes_and_inputs_as_large_as_can_be(library: Any, sign: int) -> None:
@@ -134,6 +140,8 @@ def test_codes_and_inputs_as_large_as_can_be(library: Any, sign: int) -> None:
             blocks = np.full((16, 512 // one.group, one.tile_nbytes // 16), 255, np.uint8)
             for place in halves:
                 blocks[..., place], blocks[..., place + 1] = 0, 0x3C
+            if one.type == "IQ3_XXS":  # the largest of a grid's numbers, above 0, with the largest scale
+                blocks[..., 2:66], blocks[..., 66:] = LARGEST, np.array([0, 0, 0, 0xF0] * 8)
             matrix = Matrix(torch.from_numpy(blocks), torch.empty(0))
         packed = torch.from_numpy(one.pack(one.parts_of(matrix)))
         weights, out = one.decode(packed).double(), torch.full((1, 16), torch.nan)

@@ -214,7 +214,7 @@ def nvfp4_of(rows: torch.Tensor) -> Matrix:
     blocks = rows[:, : -4 if is_scaled else None].numpy().reshape(len(rows), -1, 36)
     scales = np.where(blocks[..., :4] == 0x7F, np.uint8(0), blocks[..., :4])  # as llama.cpp takes it
     if (scales > 0x7F).any():
-        raise CheckpointError("a scale below 0, in a block of NVFP4")
+        raise CheckpointError("a scale whose top bit is set, in a block of NVFP4")
     codes = torch.from_numpy(_pairs(_fields(blocks[..., 4:], 8, 4)).reshape(len(rows), -1))
     numbers = torch.from_numpy(scales.reshape(len(rows), -1)).view(torch.float8_e4m3fn)
     whole = float(rows[0, -4:].clone().view(torch.float32)) if is_scaled else 1.0

@@ -16,7 +16,7 @@ from expertly.formats.fp8 import moved_values, sign_moved
 from expertly.formats.matrix import Bytes, Matrix, e2m1_values, fp8_values, torch
 from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat, transposed
 
-_GROUP = 128
+_GROUP = 64
 _CODES_NBYTES = TILE_OUTPUTS * _GROUP // 2
 _SCALES_NBYTES = TILE_OUTPUTS * _GROUP // 16
 

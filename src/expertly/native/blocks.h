@@ -2,7 +2,7 @@
  * For each type there is a function that reads a block: which rows of a grid its numbers are, which of them are turned
  * around, and whole scales of each 16. tiles_body.h makes vectors of the numbers.
  *
- * Numbers are kept with BLOCK_OFFSET added, 0 to 126. Factor, scales and numbers multiply exactly in float32. The reference
+ * Numbers are kept with BLOCK_OFFSET added, 2 to 126. Factor, scales and numbers multiply exactly in float32. The reference
  * is the package gguf (quants.py), whose grids are used.
  */
 
@@ -55,7 +55,7 @@ INLINE uint64_t eight_at(const void *p) {
 /* Of eight bits, a byte of ones for each that is set. */
 static uint64_t SIGNS[256];
 
-/* Eight units of 32 numbers side by side, and four of them. */
+/* Vectors of a word for each of eight units, of a long for each of four, and of what these are read from. */
 typedef uint32_t units_8 __attribute__((vector_size(32), aligned(1), may_alias));
 typedef uint64_t units_4 __attribute__((vector_size(32), aligned(1), may_alias));
 typedef uint8_t bytes_8 __attribute__((vector_size(8), aligned(1), may_alias));

@@ -1,5 +1,5 @@
 /* Formats whose weights are code * scale - minimum, where a code is a whole number of up to 8 bits: MXFP4, NVFP4 and those
- * of GGUF. formats/mxfp4.py, formats/nvfp4.py and formats/gguf.py say how the bytes of a tile are laid out. Included by tiles_body.h, once for
+ * of GGUF. formats/mxfp4.py, nvfp4.py and gguf.py say how the bytes of a tile are laid out. Included by tiles_body.h, once for
  * each instruction set.
  *
  * Products of codes and inputs are summed over a unit of 32 inputs, and the sum is scaled. There are three ways:
@@ -8,7 +8,7 @@
  *   to be multiplied by bytes (ADD_WORDS), into two digits of 12 bits. Sums are exact; an input loses what is below 2^-23
  *   of the unit's largest input, as it would in a float32 sum;
  * - pairs of bfloat16, with AVX512-BF16 and MXFP4 (mxfp4_pairs): values are looked up as bfloat16, sums are float32;
- * - float32 otherwise.
+ * - float32 otherwise, and where NVFP4's weights are to be rounded to 16 bits once they are scaled (rounded_add).
  *
  * In registers, codes of V outputs are 8 words for a unit; a word has 4 bytes for each output, one input each. Of every 8
  * inputs, one word has those at even places and the next those at odd places, since two codes share a stored byte.
@@ -77,7 +77,7 @@ INLINE int has_minimum(int format) {
 }
 #endif
 
-typedef int8_t NAME(vb) __attribute__((vector_size(4 * V)));
+typedef uint8_t NAME(vbu) __attribute__((vector_size(4 * V)));
 typedef uint16_t NAME(v16) __attribute__((vector_size(4 * V), aligned(1), may_alias));
 
 INLINE vf NAME(halves)(const char *p) {
@@ -159,8 +159,8 @@ INLINE void NAME(codes)(int format, const char *p, int w, int j, int i, vu *code
 /* Of NVFP4, for 16 inputs: bytes as fp8.h has them, times the matrix's scale or, where that is negative, divided by it. */
 INLINE vf NAME(nvfp4_scale)(const char *p, int w, int part) {
     float whole;
-    memcpy(&whole, p + 1152, 4);
-    const vf scales = NAME(fp8_any)(FLOAT32, BYTES(p + 1024 + part * 16 + w * V), (vf){0} + 1.f);
+    memcpy(&whole, p + 576, 4);
+    const vf scales = NAME(fp8_any)(FLOAT32, BYTES(p + 512 + part * 16 + w * V), (vf){0} + 1.f);
     return whole < 0 ? scales / -whole : scales * whole;
 }
 
@@ -214,7 +214,7 @@ INLINE vf NAME(code_scale)(int format, const char *p, int w, int j, int half, vf
 
 /* Byte b of each output's word less the offset, times 2^24: shifting it to the top keeps its sign. */
 INLINE vf NAME(code_values)(int offset, vu codes, int b) {
-    const vu numbers = (vu)((NAME(vb))codes - (int8_t)offset);
+    const vu numbers = (vu)((NAME(vbu))codes - (uint8_t)offset);
     return NAME(float_of)(numbers << (24 - b * 8) & 0xff000000u);
 }
 
@@ -493,12 +493,13 @@ INLINE void NAME(codes_add)(int format, int N, const char *p, const unit *x, int
         }
     }
 }
-/* The same of weights that are rounded. */
+
+/* As codes_add, for weights that are rounded. */
 INLINE void NAME(rounded_add)(int dtype, int N, const char *p, const unit *x, int64_t x_stride, float *sums, int64_t stride) {
     for (int w = 0; w < W; w++) {
         vf a[MAX_TOKENS][2];
         for (int t = 0; t < N; t++) a[t][0] = a[t][1] = (vf){0};
-        for (int part = 0; part < 8; part++) {
+        for (int part = 0; part < 4; part++) {
             const vf scale = NAME(nvfp4_scale)(p, w, part);
             for (int word = part * 2; word < part * 2 + 2; word++) {
                 const char *q = p + word * 64 + w * V * 4;

@@ -97,6 +97,7 @@ INLINE int32x4_t less_starts(int32x4_t sums, const int16_t *scales, const int16_
 #endif
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 
 typedef int32_t two_numbers __attribute__((aligned(1), may_alias));
@@ -235,13 +236,14 @@ static const instruction_set *set_at(int level) {
 #endif
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); /* and so f16c, which clang 14 knows not */
     if (level == 1 && has_avx2) return &set_avx2;
     int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
     if (level == 2 && has_avx512) return &set_avx512;
 #ifdef HAS_PAIRS
-    if (level == 3 && has_avx512 && __builtin_cpu_supports("avx512bf16")) return &pairs_set_avx512;
+    unsigned a, b, c, d; /* clang 14 does not know AVX512-BF16 by name */
+    if (level == 3 && has_avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1) return &pairs_set_avx512;
 #endif
 #endif
     return NULL;

@@ -171,7 +171,7 @@ typedef struct {
     X(Q3_K, q3_k, 256, 16 * 110) \
     X(IQ4_NL, iq4_nl, 32, 16 * 18) \
     X(IQ4_XS, iq4_xs, 256, 16 * 136) \
-    X(NVFP4, nvfp4, 128, 16 * (128 / 2 + 128 / 16) + 4) \
+    X(NVFP4, nvfp4, 64, 16 * (64 / 2 + 64 / 16) + 4) \
     X(TQ1_0, tq1_0, 256, 16 * 54) \
     X(TQ2_0, tq2_0, 256, 16 * 66)
 #define BLOCK_FORMATS(X) \
@@ -241,10 +241,11 @@ INLINE int takes_pairs(int format) {
 enum { UNIT = 32 };        /* inputs that are prepared together (unit) */
 enum { AHEAD = 12 << 10 }; /* bytes between a tile that is multiplied and what is prefetched meanwhile */
 
-/* 32 inputs of a token, in the order in which a format's weights are decoded (place_in_unit in codes.h), in one of three
+/* 32 inputs of a token, in the order in which a format's weights are decoded (place_in_unit in codes.h), in one of four
  * forms: float32, bfloat16, or fixed point in three 8-bit digits, fixed.scale * (digits[0] + 256 digits[1] + 65536
- * digits[2]), or in two digits of 12 bits, wide.scale * (digits[0] + 4096 digits[1]). Codes are multiplied as stored, so each digit's sum starts at `start`, which takes the codes' offset off:
- * one start for the unit, or one for each half where a half has its own scale. `sums` are those of the inputs, likewise.
+ * digits[2]), or in two digits of 12 bits, wide.scale * (digits[0] + 4096 digits[1]). Codes are multiplied as stored, so
+ * each digit's sum starts at `start`, which takes the codes' offset off: one start for the unit, or one for each half where
+ * a half has its own scale. `sums` are those of the inputs, likewise.
  */
 typedef struct {
     union {

@@ -29,7 +29,7 @@
  * outputs, the tiles over all inputs. Then come the tiles of down: for each 16 outputs, the tile over the block's neurons.
  * Tiles are read in this order, which is that of memory: any other is slower (docs/log/).
  *
- * Weights are decoded in registers. Sums are float32, but for sums of a unit or a group in integers (codes.h, int4.h), and
+ * Weights are decoded in registers. Sums are float32, but for sums of a unit, a group or a block in integers, and
  * their order depends on the sizes alone.
  *
  * Formats of CODE_FORMATS and INT4_FORMATS (products.h) are in codes.h and int4.h, what reads those of BLOCK_FORMATS in
@@ -136,7 +136,7 @@ INLINE vu NAME(less_where)(const uint8_t *bits, vu no, vu yes, vu by) {
 #else
 #define LANE(i) SIGNS[bits[i]]
     const vu mask = (vu)(NAME(v64))EIGHT_LANES(LANE);
-    return (no & ~mask) | ((vu)((NAME(vb))yes - (NAME(vb))by) & mask);
+    return (no & ~mask) | ((vu)((NAME(vbu))yes - (NAME(vbu))by) & mask);
 #undef LANE
 #endif
 }

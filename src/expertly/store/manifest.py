@@ -18,7 +18,7 @@ from expertly.core.untrusted import OWN_FILE, is_plain_name, read_as
 from expertly.formats import FORMATS, check_format
 
 FORMAT_VERSION: Literal[5] = 5
-"""Stores of before it lack checksums of blocks, or have wrong weights."""
+"""Stores of before it lack checksums of blocks, have wrong weights, or other tiles of a format."""
 
 PACK_AGAIN = "; remove the store and pack again with `expertly pack`"
 
