@@ -353,6 +353,22 @@ CASES: dict[str, Case] = {
         lambda config: {**_latent_metadata(config), "leading_dense_block_count": 1},
         LATENT,
     ),
+    "glm 5": Case(
+        "glm-dsa",
+        "glm_moe_dsa",
+        LATENT_SIZES
+        | {"first_k_dense_replace": 1, "mlp_layer_types": ["dense", *["sparse"] * 3]}
+        | {"index_head_dim": 128, "index_topk": 64},
+        lambda config: {
+            **_latent_metadata(config),
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+            "attention.indexer.head_count": config.index_n_heads,
+            "attention.indexer.key_length": config.index_head_dim,
+            "attention.indexer.top_k": config.index_topk,
+        },
+        LATENT,
+    ),
     "glm 4.5": Case("glm4moe", "glm4_moe", {"use_qk_norm": True, "attention_bias": True}, _partial(0.5)),
     "glm 4.5 air": Case("glm4moe", "glm4_moe", {}, _partial(0.5)),
     "phimoe": Case("phimoe", "phimoe", {"attention_bias": True, "lm_head_bias": True}),

@@ -214,8 +214,11 @@ def test_modelopt_may_say_so_in_a_file_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("block", "scale"), crossed([128, 64, 0], ["_scale_inv", "_scale"]))
 def test_stacked_experts_in_fp8(block: int, scale: str, tmp_path: Path) -> None:
-    """Of names without ".weight": blocks, or (0) one scale for each expert."""
-    source = make_fused_checkpoint("qwen3_moe", tmp_path / "source")
+    """Of names without ".weight": blocks, or (0) one scale for each expert. Those of 128 and experts are kept."""
+    model = make_model(in_groups(128))
+    model.save_pretrained(tmp_path / "names")
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    source = write_checkpoint(tmp_path / "source", tensors, tmp_path / "names")
     tensors, decoded = read_tensors(source), read_tensors(source)
     for name in [name for name in tensors if ".experts." in name]:
         weight = tensors[name]
@@ -230,6 +233,7 @@ def test_stacked_experts_in_fp8(block: int, scale: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", tensors, source, quantization_config=quantization)
     plain = write_checkpoint(tmp_path / "decoded", decoded, source)
     store = pack(tmp_path / "model", tmp_path / "store")
+    assert store.manifest.stored_as == ("float32" if block == 64 else "fp8")
     assert_holds(store, tmp_path / "model", plain)
 
 

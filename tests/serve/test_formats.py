@@ -120,6 +120,22 @@ def test_a_call_is_forced_in_each_format(demo: tuple[Any, Any], family: Family) 
                 assert arguments["city"] in ("Oslo", "Rome") and arguments["days"] in (1, 2)
 
 
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm-4.6", "minimax-m2", "deepseek-v4"])
+def test_arguments_may_be_text_or_null_and_hold_the_mark_that_ends_them(demo: tuple[Any, Any], name: str) -> None:
+    """Of formats that write each by itself: a call is not lost, nor does a text get quotes of its own."""
+    family, ending = BY_NAME[name], {"deepseek-v4": "</｜DSML｜parameter>", "glm-4.6": "</arg_value>"}
+    text = f"close it with {ending.get(name, '</parameter>')}, then go"
+    properties = {"text": {"type": "string"}, "unit": {"enum": ["C", "F", None]}}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    tool = {"type": "function", "function": {"name": "get-weather", "parameters": parameters}}
+    with saying(demo, family, family.written(calls=[("get-weather", {"text": text, "unit": '"C"'})])) as serving:
+        for choice in ("required", "auto") if name != "glm-4.6" else ("auto",):
+            (call,) = ask(serving, tools=[tool], tool_choice=choice).choices[0].message.tool_calls
+            arguments = json.loads(call.function.arguments)
+            assert arguments["text"] == text
+            assert arguments["unit"] == "C" if choice == "required" else arguments["unit"] in ("C", '"C"')
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "deepseek-v3.1", "mistral", "llama-3"])
 def test_a_schema_applies_behind_the_reasoning(demo: tuple[Any, Any], name: str) -> None:
     """Whether the model opens it, the template does, or there is none. A schema may hold a special token's text."""
@@ -163,6 +179,7 @@ def test_tools_with_a_schema_give_a_call_or_a_text_that_follows_it(demo: tuple[A
 @pytest.mark.parametrize(
     ("wish", "accepted"),
     [
+        ({"regex": "Oslo/\\\n[a-c]"}, lambda text: text[:6] == "Oslo/\n" and len(text) == 7),
         ({"regex": r"(Oslo|Rome)/[0-9]{2}"}, lambda text: text[:5] in ("Oslo/", "Rome/") and len(text) == 7),
         ({"choice": ["yes", "no \"really\""]}, lambda text: text in ("yes", "no \"really\"")),
         ({"grammar": 'start: "a" b+\nb: <tool_call> | "b/" // one'}, lambda text: text.startswith("ab/")),
@@ -185,6 +202,7 @@ def test_other_grammars(demo: tuple[Any, Any], wish: Any, accepted: Any) -> None
         ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "one of json, regex, choice and grammar"),
         ({"structured_outputs": {}}, "one of json, regex, choice and grammar"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "one of json, regex, choice and grammar"),
         ({"structured_outputs": {"regex": "a"}, "response_format": AS_SCHEMA}, "it or response_format"),
         ({"guided_regex": "a"}, "structured_outputs.regex"),
     ],

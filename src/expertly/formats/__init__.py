@@ -67,10 +67,13 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
     "mxfp4": Mxfp4Layout,
     "fp8": Fp8Layout,
     "compressed-tensors": CompressedLayout,
+    "compressed_tensors": CompressedLayout,
     "modelopt": ModelOptLayout,
+    "modelopt_fp4": ModelOptLayout,
     "gptq": GptqLayout,
     "awq": AwqLayout,
     "auto-round": auto_round,
+    "intel/auto-round": auto_round,
     "mlx": MlxLayout,
 }
 """By `quant_method` of `quantization_config`; of MLX, which has none, "mlx"."""

@@ -57,6 +57,8 @@ class CompressedLayout(Layout):
         return self._scheme(stem).size(tensors)
 
     def accepted(self, stem: str, tensors: Mapping[str, Header], size: list[int]) -> Accepted:
+        if len(size) != 2:
+            raise CheckpointError(f"{stem}: {len(size)} dimensions: a matrix of compressed-tensors has 2")
         accepted = self._scheme(stem).accepted(tensors, *size)
         return {ending: accepted[ending] for ending in tensors}
 

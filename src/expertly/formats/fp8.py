@@ -72,12 +72,12 @@ FP8, FP8_ROWS = Fp8Format("fp8", 23, 1), Fp8Format("fp8_rows", 24, TILE_OUTPUTS)
 def fp8_form(numbers: Header, scales: tuple[int, ...]) -> TiledFormat | None:
     """The format of weights with scales of this shape."""
     dtype, shape = numbers
-    if len(shape) != 2 or dtype != "F8_E4M3":
+    if dtype != "F8_E4M3":
         return None
     block = block_of(shape, scales, (BLOCK, BLOCK))
-    if all(size == 1 for size in scales) or block == (BLOCK, BLOCK):
+    if block in ((BLOCK, BLOCK), tuple(shape[-2:])):
         return FP8
-    return FP8_ROWS if block == (1, shape[1]) else None
+    return FP8_ROWS if block == (1, shape[-1]) else None
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

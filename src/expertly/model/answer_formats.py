@@ -74,15 +74,18 @@ class CallFormat:
 
     @cached_property
     def parameter_re(self) -> tuple[regex.Pattern[str], regex.Pattern[str]]:
-        """What opens a parameter, and what closes it. A line break beside a value is none of it where the format has
-        one there.
+        """What opens a parameter, and what closes it: a mark with another parameter or the call's end behind it. A line
+        break beside a value is none of it where the format has one there.
         """
         opening, _, closing = self.parameter.partition("{value}")
-        before, _, behind = opening.partition("{key}")
-        behind = flexible(behind).replace('string="true"', 'string="(?P<is_text>true|false)"')
+        before, _, behind_key = opening.partition("{key}")
+        behind_key = flexible(behind_key).replace('string="true"', 'string="(?P<is_text>true|false)"')
         edge = "\n?" if closing.startswith("\n") else ""
-        opening = r"\s*" + flexible(before) + r'(?P<key>[^<>"]+)' + behind + edge
-        return _compiled(opening), _compiled(edge + flexible(closing))
+        opening = r"\s*" + flexible(before) + r'(?P<key>[^<>"]+)' + behind_key + edge
+        behind = self.call.partition("{arguments}")[2] or self.section[1]
+        return _compiled(opening), _compiled(
+            rf"{edge}{flexible(closing)}(?=\s*(?:{flexible(before)}|{flexible(behind)}))"
+        )
 
     @property
     def ids(self) -> slice:
@@ -194,6 +197,14 @@ def typed(text: str, types: set[str]) -> str:
         kind = "string"
     fits = kind in types or (kind == "integer" and "number" in types) or not types & {"string"}
     return raw if kind != "string" and fits else json.dumps(text, ensure_ascii=False)
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _list(value: Any) -> list[Any]:

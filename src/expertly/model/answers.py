@@ -13,7 +13,7 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import parse_content
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from expertly.model.answer_formats import HERMES, CallFormat, flexible, format_of, typed, types_of
+from expertly.model.answer_formats import HERMES, CallFormat, flexible, format_of, is_json, typed, types_of
 
 _FAILURES = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
 """What transformers' parser raises at the end of a text that is marked as a call but is not one."""
@@ -257,7 +257,9 @@ class FormatReader:
                 pieces: list[str] = []
                 if (yield from self._until(closing, pieces.append)) is None:
                     raise _NoCallError
-                self._write(typed("".join(pieces), types))
+                text = "".join(pieces)
+                is_written = self.is_constrained or is_text == "false"  # as JSON: a text has its own quotes
+                self._write(text.strip() if is_written and is_json(text) else typed(text, types))
             begins = ", "
         self._write("{}" if begins == "{" else "}")
 

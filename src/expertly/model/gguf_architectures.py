@@ -476,6 +476,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         **_LATENT_TENSORS,
         by_sigmoid=Architecture("deepseek_v3", keys=_LATENT | _SIGMOID, more=_latent_fields, **_LATENT_TENSORS),
     ),
+    "glm-dsa": Architecture(
+        "glm_moe_dsa",
+        keys=_LATENT
+        | _SIGMOID
+        | {
+            "attention.indexer.head_count": _Key("index_n_heads", _SIZE),
+            "attention.indexer.key_length": _Key("index_head_dim", _SIZE),
+            "attention.indexer.top_k": _Key("index_topk", _SIZE),
+        },
+        more=lambda source: _latent_fields(source) | _mlp_types(source),
+        **_LATENT_TENSORS,
+    ),
     "glm4moe": Architecture("glm4_moe", keys=_SIGMOID, has=_BIAS, has_partial_rope=True),
     "phimoe": Architecture("phimoe", has=_BIAS),
     "granitemoe": Architecture("granitemoeshared", keys=_GRANITE, has=_BIAS, **_GRANITE_TENSORS),

@@ -46,6 +46,8 @@ _ANY = "/(?s:.*)/"
 # ever.
 _OPEN = {"allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
 
+_BREAKS = re.compile(r"\\.|[/\n]", re.DOTALL)
+_BETWEEN_SLASHES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 _LARK_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|<[^<>\s]+>')
 """Strings, patterns, comments, special tokens."""
 
@@ -86,7 +88,7 @@ class Rules:
         elif wish.kind == "choice":
             body = " | ".join(map(quoted, wish.value))
         elif wish.kind == "regex":
-            body = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", wish.value).replace("\n", "\\n") + "/"
+            body = "/" + _BREAKS.sub(lambda match: _BETWEEN_SLASHES.get(match[0], match[0]), wish.value) + "/"
         else:
             numbers = {name: f"<[{token}]>" for name, token in self._tokens.items()}
             body = "%lark {\n" + _LARK_TOKENS.sub(lambda token: numbers.get(token[0], token[0]), wish.value) + "\n}"

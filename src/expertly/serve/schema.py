@@ -156,7 +156,7 @@ class StructuredOutputs(Strict):
 
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:
-        if len(self.model_dump(exclude_none=True)) != 1:
+        if len(self.model_dump(exclude_none=True, include=set(type(self).model_fields))) != 1:
             raise ValueError("json: accepted: one of json, regex, choice and grammar")
         return self
 
@@ -200,6 +200,14 @@ class Generation(Tuning):
 class TextPart(Strict):
     type: Literal["text", "input_text", "output_text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, part: Any) -> Any:
+        kinds = ("text", "input_text", "output_text")
+        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind not in kinds:
+            raise ValueError(f"type: {kind!r:.80} cannot be read by this server; accepted: {', '.join(kinds)}")
+        return part
 
 
 Content = str | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
@@ -345,7 +353,10 @@ class ChatRequest(Generation):
         if self.forced == []:
             names = [tool.function.name for tool in self.offered]
             accepted = names or "auto or none"
-            raise ValueError(f"tool_choice: tools of other types than function are ignored; accepted: {accepted}")
+            choice = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else self.tool_choice
+            raise ValueError(
+                f"tool_choice: {choice!r:.80} without such a function, others are ignored; accepted: {accepted}"
+            )
         last = self.messages[-1]
         if self.continue_final_message and (last.role != "assistant" or last.tool_calls or not last.text):
             raise ValueError("continue_final_message: accepted: where the last message is an assistant's text")
