@@ -143,6 +143,7 @@ def test_what_is_typed_is_a_message_as_it_was_meant(chatting: Path, tmp_path: Pa
         "one\x1b\rtwo": "one\ntwo",
         "//two": "/two",
         f"/load {tmp_path}/notes.txt": "one\n\ntwo",
+        f'/load "{tmp_path}/notes.txt"': "one\n\ntwo",
     }
     ignored = ("", "   ", '""""""', "/load", "/no such command", "lost\x03")
     assert messages_of(monkeypatch, chatting, *cases, *ignored) == list(cases.values())

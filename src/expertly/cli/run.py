@@ -147,6 +147,8 @@ def _read_prompt(args: RunOptions) -> str | None:
         return None
     if prompt is None or prompt == "-":
         prompt = sys.stdin.read()
+        if not prompt:
+            raise ConfigError("prompt: nothing came from stdin; accepted: some text")
     elif _brings_text(sys.stdin):
         prompt = "\n\n".join(filter(None, (prompt, sys.stdin.read().strip("\n"))))
     prompt.encode()  # bytes that are no UTF-8 may have come as lone surrogates, which this refuses

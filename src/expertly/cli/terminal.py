@@ -79,8 +79,9 @@ def _told_and_sent(
         return "", text[1:] if text.startswith("//") else text
     if text == "/stats":
         return stats(), ""
-    if name == "/load" and rest:
-        return "", _read(rest.strip())
+    if name == "/load":
+        path = rest.strip().strip("\"'")
+        return ("", _read(path)) if path else ("[/load FILE sends the file's text]", "")
     if text in ("/retry", "/edit"):
         last = conversation.last_message
         if last is None:

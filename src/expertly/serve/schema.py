@@ -351,8 +351,7 @@ class ChatRequest(Generation):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: the same thing as max_completion_tokens; accepted: one of them")
         if self.forced == []:
-            names = [tool.function.name for tool in self.offered]
-            accepted = names or "auto or none"
+            accepted = [tool.function.name for tool in self.offered] or "auto or none"
             choice = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else self.tool_choice
             raise ValueError(
                 f"tool_choice: {choice!r:.80} without such a function, others are ignored; accepted: {accepted}"
