@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import expertly
 from expertly.api import handle
-from expertly.core.errors import ConfigError, EngineClosedError, TransferError
+from expertly.core.errors import ConfigError, EngineClosedError, StoreError, TransferError
 from expertly.engine.memory import beside_experts
 from expertly.model import tables
 from expertly.model.needs import needs_of
@@ -111,6 +114,50 @@ def test_logits_and_tokens_are_those_of_the_table_in_memory(
     assert torch.equal(read[0], same[0]) and read[1:] == same[1:]
     if dtype == torch.float32:
         assert read[1] == generate(load_reference(folder), make_prompts(2, length=14), 10)
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    ],
+    ids=["fp8", "modelopt"],
+)
+@pytest.mark.parametrize("is_read_by_row", [True, False])
+def test_a_table_in_fp8_whose_parts_share_a_scale(
+    quantization: dict[str, Any], *, is_read_by_row: bool, tmp_path: Path
+) -> None:
+    """As Qwen3.8-Flash-Next has its n-grams. By row they have a byte a number; in memory they are decoded."""
+    folder = checkpoint("qwen4_exp_text", tmp_path / "checkpoint")
+    shutil.copytree(folder, decoded := tmp_path / "decoded")
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    values = dict(tensors)
+    for name in [name for name in tensors if ".shard_" in name]:
+        layer = int(name.split(".")[2])
+        scale = torch.tensor([0.01 * (1 + layer)], dtype=torch.bfloat16)
+        tensors[name] = (tensors[name] / scale.float()).to(torch.float8_e4m3fn)
+        tensors[f"{name.partition('.shard_')[0]}.weight_scale"] = scale
+        values[name] = tensors[name].float() * scale.float()
+    save_file(tensors, path, {"format": "pt"})
+    save_file(values, decoded / path.name, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+    with nullcontext() if is_read_by_row else in_memory():
+        kept = pack(folder, tmp_path / "store").folder
+        found = [table for table in tables.tables_of(PackedStore.open(kept))[0] if table.path in N_GRAMS]
+        assert [table.path for table in found] == (N_GRAMS if is_read_by_row else [])
+        assert all(table.nbytes == table.num_units * table.num_columns for table in found)
+        assert needs_of(str(folder)).tables_nbytes == needs_of(str(kept)).tables_nbytes
+        prompts = make_prompts(2, length=14)
+        with loaded(kept) as model, loaded(pack(decoded, tmp_path / "decoded_store").folder) as same:
+            assert torch.equal(logits_of(model, prompts), logits_of(same, prompts))
+            assert generate(model, prompts, 10) == generate(load_reference(decoded), prompts, 10)
+    if is_read_by_row:
+        with in_memory(), pytest.raises(StoreError, match="shard_0"):
+            tables.tables_of(PackedStore.open(kept))
 
 
 def reads_rows(module: Any) -> bool:

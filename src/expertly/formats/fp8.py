@@ -130,6 +130,8 @@ class Fp8Layout(Layout):
         shapes = [[*lead, -(-rows // block[0]), -(-columns // block[1])]]
         if self._may_be_one and not is_fp4:
             shapes += [[*lead, *of_all] for of_all in ([], [1], [1, 1], [rows, 1])] + ([] if lead else [[rows]])
+        elif not lead and not is_fp4:
+            shapes += [[], [1]]  # of a table beside blocks, as in Qwen3.8-Flash-Next
         return {numbers: ((dtype,), [shape]), scales: (("F32", "BF16", "F16", "F8_E8M0", "U8"), shapes)}
 
     def form_of(self, stem: str, tensors: Mapping[str, Header]) -> TiledFormat | None:

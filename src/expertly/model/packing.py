@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.modeling_utils import str_to_torch_dtype
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.core.headers import TensorSpec
@@ -37,7 +40,7 @@ from expertly.model.gguf import GgufConversion, config_of, extras_of, kept_forma
 from expertly.model.hub import download, split_name
 from expertly.model.quantisations import is_named
 from expertly.model.structure import build_meta_model, find_experts
-from expertly.model.tables import table_modules
+from expertly.model.tables import SCALES, find_rows, table_modules
 from expertly.model.tiled import can_be_tiled, is_own
 from expertly.store.cache import entry_folder, list_entries, make_room, make_room_for_this_version, stores_folder
 from expertly.store.checkpoint import ADAPTER_NAME, Bytes, Checkpoint, TensorRef
@@ -123,7 +126,28 @@ def open_source(path: Path) -> Checkpoint:
             path / ADAPTER_NAME,
         )
     quantization = _quantization_of(checkpoint)
-    return replace(checkpoint, config={**checkpoint.config, **quantization}) if quantization else checkpoint
+    tensors = checkpoint.tensors if checkpoint.gguf else _with_scales_of_shards(checkpoint.tensors)
+    return replace(checkpoint, config={**checkpoint.config, **quantization}, tensors=tensors)
+
+
+_SHARD = re.compile(r"(.+)\.shard_\d+\.weight")
+
+
+def _with_scales_of_shards(tensors: Mapping[str, TensorRef]) -> Mapping[str, TensorRef]:
+    """The tensors, where each FP8 shard of a table has the scale that is stored once for all of them, as
+    Qwen3.8-Flash-Next does.
+    """
+    made, shared = dict(tensors), set[str]()
+    for name, ref in tensors.items():
+        match = _SHARD.fullmatch(name)
+        if match is None or ref.dtype != "F8_E4M3":
+            continue
+        for ending in SCALES:
+            scale = tensors.get(match[1] + ending)
+            if scale is not None and math.prod(scale.shape) == 1:
+                made.setdefault(name.removesuffix(".weight") + ending, scale)
+                shared.add(match[1] + ending)
+    return {name: ref for name, ref in made.items() if name not in shared}
 
 
 _QUANTIZATION = "quantization_config"
@@ -330,6 +354,8 @@ class Packing:
         self._check_unexpected()
         self._dense_forms: dict[str, TiledFormat] = {}
         """Of layers beside the experts that keep their bytes, by module path."""
+        self._of_tables = set[str]()
+        """Tensors of tables in FP8, and their scales."""
         self._dense = self._plan_dense([group for group in groups.values() if expert_names.isdisjoint(group.names)])
         missing = made.missing(groups)
         if missing:
@@ -407,6 +433,10 @@ class Packing:
                 continue
             if is_alone:
                 self._check_shape(refs, expected)
+            if rows := self._rows_in_fp8(group, refs):
+                self._of_tables.update(rows)
+                plan.update({TensorSpec(name, refs[name].dtype, refs[name].shape): None for name in rows})
+                continue
             is_float = all(ref.dtype in IS_FLOAT for ref in refs.values())
             if self._checkpoint.gguf or (group.is_dequantized and not is_float):
                 plan[TensorSpec(self._dense_name(group), STORE_DTYPES[self._weights.dtype], expected)] = group
@@ -417,6 +447,15 @@ class Packing:
                     raise CheckpointError(f"{self._checkpoint.label(name)}: dtype={ref.dtype!r}: {ACCEPTED}")
                 plan[TensorSpec(name, ref.dtype, ref.shape)] = None
         return plan
+
+    def _rows_in_fp8(self, group: Group, refs: Mapping[str, TensorRef]) -> tuple[str, ...]:
+        """The tensors of a table that is read by row in FP8, with their scales; none of other parameters."""
+        module = self._tables.get(group.target.removesuffix(".weight"))
+        if module is None or not group.is_dequantized or self._checkpoint.gguf:
+            return ()
+        groups, _ = self._plain.groups(group.names)
+        rows = find_rows(groups.get(group.target), refs, module)
+        return (*rows.names, *rows.scales) if rows is not None and rows.scales else ()
 
     def _check_shape(self, refs: Mapping[str, TensorRef], expected: tuple[int, ...]) -> None:
         """Of a dense tensor; GGUF's may have dimensions of 1 elsewhere."""
@@ -459,7 +498,12 @@ class Packing:
         """The bytes of a dense tensor; each chunk is only valid until the next."""
         group = self._dense[spec]
         if group is None:
-            yield from self._checkpoint.read_chunks(spec.name)
+            for chunk in self._checkpoint.read_chunks(spec.name):
+                if spec.name in self._of_tables:
+                    numbers = torch.from_numpy(chunk).view(str_to_torch_dtype[spec.dtype]).float()
+                    if not bool(numbers.isfinite().all()):
+                        raise CheckpointError(f"{self._checkpoint.label(spec.name)}: a number is not finite")
+                yield chunk
             return
         form = self._dense_forms.get(group.target.removesuffix(".weight"))
         if form is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import mmap
 import os
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,11 +32,11 @@ from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.formats import FORMATS
 from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat
-from expertly.model.conversion import Conversion
+from expertly.model.conversion import Conversion, Group
 from expertly.model.hooks import CACHE, original_of
 from expertly.model.structure import build_meta_model
 from expertly.model.tiled import can_be_tiled, is_own
-from expertly.store.manifest import IS_FLOAT
+from expertly.store.manifest import IS_FLOAT, PACK_AGAIN
 from expertly.store.packed import DENSE_NAME, LayerFile, PackedStore, tiles_name
 
 TABLE_NBYTES = 256 << 20
@@ -75,6 +76,8 @@ class Table:
     parts: tuple[Any, ...]  # these, as TensorInfo; as TensorSpec of a store that is planned
     format: TiledFormat | None
     num_columns: int
+    scale_names: tuple[str, ...] = ()  # of parts in FP8
+    scales: tuple[Any, ...] = ()  # one number for each part
 
     @property
     def rows_of_unit(self) -> int:
@@ -90,16 +93,68 @@ class Table:
 
     def begins(self, units: Sequence[int]) -> list[int]:
         """Offsets of units in the file."""
-        firsts = np.cumsum([0, *(part.shape[0] for part in self.parts[:-1])])
-        at = np.searchsorted(firsts, units, side="right") - 1
+        firsts, at = self._places(units)
         every = np.array([part.begin for part in self.parts])[at]
         return (every + (units - firsts[at]) * (self.nbytes // self.num_units)).tolist()  # type: ignore[no-any-return]
 
-    def decode(self, units: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-        """Rows in `dtype` from bytes [units, nbytes]."""
+    def _places(self, units: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """The first unit of each part, and the part of each unit."""
+        firsts = np.cumsum([0, *(part.shape[0] for part in self.parts[:-1])])
+        return firsts, np.searchsorted(firsts, units, side="right") - 1
+
+    def read_factors(self, path: Path) -> torch.Tensor | None:
+        """The scale of each part in FP8 [parts], from the file. Raises OSError."""
+        if not self.scales:
+            return None
+        with path.open("rb") as file:
+            raw = [os.pread(file.fileno(), scale.nbytes, scale.begin) for scale in self.scales]
+        dtypes = [str_to_torch_dtype[scale.dtype] for scale in self.scales]
+        return torch.cat([torch.frombuffer(bytearray(r), dtype=d).float() for r, d in zip(raw, dtypes, strict=True)])
+
+    def decode(
+        self, read: np.ndarray[Any, Any], dtype: torch.dtype, units: Sequence[int], factors: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Rows in `dtype` from the bytes of `units` [units, nbytes]. `factors`: see `read_factors`."""
         if self.format is not None:
-            return self.format.decode(torch.from_numpy(units)).to(dtype)
-        return torch.from_numpy(units).view(str_to_torch_dtype[self.parts[0].dtype]).to(dtype)
+            return self.format.decode(torch.from_numpy(read)).to(dtype)
+        rows = torch.from_numpy(read).view(str_to_torch_dtype[self.parts[0].dtype])
+        if factors is not None:
+            rows = rows.float() * factors[torch.from_numpy(self._places(units)[1])].unsqueeze(1)
+        return rows.to(dtype)
+
+
+_FP8 = "F8_E4M3"
+
+SCALES = (".weight_scale", ".weight_scale_inv")
+"""Endings of the scale of a tensor in FP8."""
+
+
+class Rows(NamedTuple):
+    """Names of the tensors that have a table's rows, one below another, and of the scales of those in FP8."""
+
+    names: tuple[str, ...]
+    scales: tuple[str, ...]
+
+
+def find_rows(group: Group | None, tensors: Mapping[str, Any], module: Any) -> Rows | None:
+    """Those of a group of the plain conversion; None where they are no rows that can be read one by one."""
+    if group is None or len(group.sources) != 1:
+        return None
+    names = tuple(group.names)
+    parts, dtypes = [tensors[name] for name in names], {tensors[name].dtype for name in names}
+    is_joined = [(type(step).__name__, getattr(step, "dim", None)) for step in group.operations]
+    if (
+        is_joined not in ([], [("Concatenate", 0)])
+        or {part.shape[1:] for part in parts} != {(module.embedding_dim,)}
+        or sum(part.shape[0] for part in parts) != module.num_embeddings
+    ):
+        return None
+    if dtypes <= {*IS_FLOAT}:
+        return Rows(names, ())
+    stems = [name.removesuffix(".weight") for name in names]
+    scales = [next((stem + end for end in SCALES if stem + end in tensors), "") for stem in stems]
+    is_scaled = all(math.prod(tensors[name].shape) == 1 and tensors[name].dtype in IS_FLOAT for name in scales if name)
+    return Rows(names, tuple(scales)) if dtypes == {_FP8} and all(scales) and is_scaled else None
 
 
 def find_tables(model: PreTrainedModel, tensors: Mapping[str, Any], formats: Mapping[str, str]) -> list[Table]:
@@ -113,32 +168,30 @@ def find_tables(model: PreTrainedModel, tensors: Mapping[str, Any], formats: Map
             if tensors[tiles].nbytes > TABLE_NBYTES or not can_be_tiled(module):
                 form = FORMATS[formats[path]]
                 tables.append(Table(path, (tiles,), (tensors[tiles],), form, module.embedding_dim))
-        elif group is not None:
-            parts = tuple(tensors[name] for name in group.names)
-            is_joined = [(type(step).__name__, getattr(step, "dim", None)) for step in group.operations]
-            if (
-                is_joined in ([], [("Concatenate", 0)])
-                and len(group.sources) == 1
-                and {part.dtype for part in parts} <= {*IS_FLOAT}
-                and {part.shape[1:] for part in parts} == {(module.embedding_dim,)}
-                and sum(part.shape[0] for part in parts) == module.num_embeddings
-            ):
-                tables.append(Table(path, tuple(group.names), parts, None, module.embedding_dim))
+        elif (rows := find_rows(group, tensors, module)) is not None:
+            parts, scales = (tuple(tensors[name] for name in names) for names in rows)
+            tables.append(Table(path, rows.names, parts, None, module.embedding_dim, rows.scales, scales))
     return tables
 
 
 def without(tables: Sequence[Table], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    inside = {name for table in tables for name in table.names}
+    inside = {name for table in tables for name in (*table.names, *table.scale_names)}
     return {name: tensor for name, tensor in tensors.items() if name not in inside}
 
 
 def tables_of(store: PackedStore) -> tuple[list[Table], PackedStore]:
     """The tables of a store, and the store as one whose dense part is the rest, which is what memory holds."""
-    if store.dense_nbytes <= TABLE_NBYTES:
+    if store.dense_nbytes <= TABLE_NBYTES and not any(tensor.dtype == _FP8 for tensor in store.dense.values()):
         return [], store
     model = build_meta_model(store.folder, getattr(torch, store.manifest.dtype))
     tables = find_tables(model, store.dense, store.manifest.dense_formats)
-    return tables, replace(store, dense=without(tables, store.dense))
+    rest = without(tables, store.dense)
+    for name, tensor in rest.items():
+        if tensor.dtype == _FP8:  # loading it would ignore its scale
+            raise StoreError(
+                f"{store.folder}: tensor {name!r:.200} in FP8 is of no table that is read by row{PACK_AGAIN}"
+            )
+    return tables, replace(store, dense=rest)
 
 
 # -- in place of weights -----------------------------------------------------------------------------------------------
@@ -205,6 +258,7 @@ class Tables:
         and raises StoreError. `cache_nbytes`: for rows that are kept, those that were used last.
         """
         self._tables, self._path, self._new_readers, self._check = tables, folder / DENSE_NAME, readers, check
+        self._factors = [table.read_factors(self._path) for table in tables]
         self._unit_nbytes = [table.nbytes // table.num_units for table in tables]
         # Pages of a unit, at most, and between it and the one before:
         self._pages = [nbytes // PAGE_NBYTES + 2 + _NEAR_PAGES for nbytes in self._unit_nbytes]
@@ -288,7 +342,7 @@ class Tables:
             with self._lock:
                 read = self._read(number, some.tolist())
             is_in = (rows >= first) & (rows < first + per * len(some))
-            out[is_in] = table.decode(read, dtype)[rows[is_in] - first]
+            out[is_in] = table.decode(read, dtype, some.tolist(), self._factors[number])[rows[is_in] - first]
             first += per * len(some)
         return out.view(*ids.shape, table.num_columns).to(ids.device)
 
