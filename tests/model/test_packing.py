@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.model.packing import default_dtype, pack
 from expertly.store.checkpoint import Checkpoint
+from expertly.store.packed import DENSE_NAME
+from tests import every_family
 from tests.families import FAMILIES, NUM_EXPERTS, make_checkpoint, make_model
 from tests.model.checkpoints import (
     assert_holds_what_transformers_loads,
@@ -210,6 +213,27 @@ Change = Callable[[torch.Tensor], torch.Tensor | None]
 def test_a_tensor_that_is_not_as_it_should_be_is_named(source: Path, part: str, changed: Change, message: str) -> None:
     change(source, lambda name, tensor: changed(tensor) if part in name else tensor)
     refused(source, CheckpointError, message)
+
+
+def test_buffers_that_the_model_computes_may_be_absent(tmp_path: Path) -> None:
+    """As in Qwen3.8-Flash-Next's own checkpoint: transformers computes those of the n-grams from its config."""
+    every_family.make_model("qwen4_exp_text").save_pretrained(folder := tmp_path / "checkpoint")
+    whole = pack(folder, tmp_path / "whole")
+    change(folder, lambda name, tensor: tensor if tensor.is_floating_point() else None)
+    store = pack(folder, tmp_path / "store")
+    with safe_open(whole.folder / DENSE_NAME, "pt") as expected, safe_open(store.folder / DENSE_NAME, "pt") as dense:
+        assert {*dense.keys()} == {*expected.keys()}
+        buffers = [name for name in dense.keys() if not dense.get_tensor(name).is_floating_point()]  # noqa: SIM118
+        assert len(buffers) == 3
+        assert all(torch.equal(dense.get_tensor(name), expected.get_tensor(name)) for name in buffers)
+
+
+def test_an_absent_buffer_that_only_the_checkpoint_has_is_named(tmp_path: Path) -> None:
+    """DeepSeek-V4's experts of each token, which transformers would make zeros."""
+    every_family.make_model("deepseek_v4").save_pretrained(folder := tmp_path / "checkpoint")
+    pack(folder, tmp_path / "whole")
+    change(folder, lambda name, tensor: None if name.endswith("tid2eid") else tensor)
+    refused(folder, CheckpointError, r"no tensor for model\.layers\.0\.mlp\.gate\.tid2eid")
 
 
 def test_tensors_that_transformers_ignores_are_left_out(source: Path, tmp_path: Path) -> None:

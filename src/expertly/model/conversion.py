@@ -208,12 +208,14 @@ class Conversion:
         return tuple(self.parameters[target].shape)
 
     def missing(self, groups: Mapping[str, Group]) -> list[str]:
-        """Parameters that no group makes, without tied ones and those that transformers allows to be missing."""
+        """Parameters and persistent buffers that no group makes, without tied ones and those that transformers allows
+        to be missing.
+        """
         made = {target for group in groups.values() for target in self.targets(group)}
         tied: dict[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
         made |= {name for pair in tied.items() if made.intersection(pair) for name in pair}
         ignored = getattr(self._model, "_keys_to_ignore_on_load_missing", None) or ()
-        names = (name for name, _ in self._model.named_parameters(remove_duplicate=False) if name not in made)
+        names = (name for name in self.parameters if name not in made)
         return [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]
 
     def why_missing(self, checkpoint: Checkpoint, target: str, num_experts: int = 0) -> str:

@@ -326,6 +326,10 @@ def _cached_folder(checkpoint: Checkpoint, stored_as: str, cache_dir: Path | Non
     return by_identity
 
 
+_CODES = {torch.int32: "I32", torch.int64: "I64"}
+"""Safetensors' names of the dtypes of buffers that a model computes."""
+
+
 class Packing:
     """One checkpoint on its way into a store."""
 
@@ -358,6 +362,12 @@ class Packing:
         """Tensors of tables in FP8, and their scales."""
         self._dense = self._plan_dense([group for group in groups.values() if expert_names.isdisjoint(group.names)])
         missing = made.missing(groups)
+        computed: Any = model._expertly_computed
+        can_be_read = (name for name in missing if self._plain.target(name) == (name, None))
+        self._computed: dict[str, torch.Tensor] = {name: computed[name] for name in can_be_read if name in computed}
+        for name, buffer in self._computed.items():
+            self._dense[TensorSpec(name, _CODES[buffer.dtype], tuple(buffer.shape))] = None
+        missing = [name for name in missing if name not in self._computed]
         if missing:
             reason = made.why_missing(checkpoint, missing[0])
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
@@ -497,6 +507,9 @@ class Packing:
     def _dense_chunks(self, spec: TensorSpec) -> Iterator[Bytes]:
         """The bytes of a dense tensor; each chunk is only valid until the next."""
         group = self._dense[spec]
+        if spec.name in self._computed:
+            yield to_bytes(self._computed[spec.name])
+            return
         if group is None:
             for chunk in self._checkpoint.read_chunks(spec.name):
                 if spec.name in self._of_tables:

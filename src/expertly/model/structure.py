@@ -219,11 +219,20 @@ class Unvalued(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The persistent buffers of whole numbers that a constructor computed from the config under `Unvalued`. Those that
+    it leaves to the checkpoint are on the meta device.
+    """
+    persistent, dtypes = model.state_dict(), (torch.int32, torch.int64)
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    return {name: buffer.clone() for name, buffer in buffers if buffer.is_cpu and buffer.dtype in dtypes}
+
+
 def build_meta_model(
     source: str | os.PathLike[str] | PreTrainedConfig, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
     """The model of a checkpoint folder or config on the meta device: names, shapes and dtypes, no values. `dtype`: of
-    its parameters.
+    its parameters. Its `_expertly_computed` has the values of `_computed_buffers`.
 
     Raises CheckpointError for a config that makes no model, UnsupportedModelError for a family that does not run.
     """
@@ -234,7 +243,10 @@ def build_meta_model(
     try:
         with torch.device("meta"), Unvalued():
             model = model_class(config).eval()
-        return model.to("meta")  # what was computed on the CPU
+        computed = _computed_buffers(model)
+        model = model.to("meta")  # what was computed on the CPU
+        model._expertly_computed = computed
+        return model
     except Exception as cause:  # a family's own code raises whatever a number of the config leads to
         members = vars(sys.modules[model_class.__module__])
         if not any(hasattr(member, "_apply_gate") for member in members.values()):
