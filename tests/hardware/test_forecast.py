@@ -69,7 +69,7 @@ def test_a_config_alone_says_as_much(needs: ModelNeeds, tmp_path: Path) -> None:
     ("config", "kept", "failure", "said"),
     [
         ({"num_hidden_layers": 10**9}, "config.json", CheckpointError, "=1000000000: accepted without weights"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "*", UnsupportedModelError, "'hqq' .*cannot undo it"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "*", UnsupportedModelError, "'hqq': .*cannot undo it"),
         ({}, "nothing", CheckpointError, "no such folder"),
     ],
 )

@@ -124,14 +124,14 @@ class Fp8Layout(Layout):
         return [*shape[:-1], shape[-1] * 2 if dtype in _IN_FP4 else shape[-1]]
 
     def accepted(self, stem: str, tensors: Mapping[str, Header], size: list[int]) -> Accepted:
-        (numbers, (dtype, shape)), (scales, _) = tensors.items()
+        (numbers, (dtype, shape)), (scales, (_, of_scales)) = tensors.items()
         (*lead, rows, columns), is_fp4 = size, dtype in _IN_FP4
         block = (1, 32) if is_fp4 else self._block or (1, columns)
         shapes = [[*lead, -(-rows // block[0]), -(-columns // block[1])]]
         if self._may_be_one and not is_fp4:
             shapes += [[*lead, *of_all] for of_all in ([], [1], [1, 1], [rows, 1])] + ([] if lead else [[rows]])
-        elif not lead and not is_fp4:
-            shapes += [[], [1]]  # of a table beside blocks, as in Qwen3.8-Flash-Next
+        elif not lead and of_scales in ((), (1,)):
+            shapes.append([*of_scales])  # of a table beside blocks, as in Qwen3.8-Flash-Next
         return {numbers: ((dtype,), [shape]), scales: (("F32", "BF16", "F16", "F8_E8M0", "U8"), shapes)}
 
     def form_of(self, stem: str, tensors: Mapping[str, Header]) -> TiledFormat | None:
