@@ -129,14 +129,14 @@ SCALES = (".weight_scale", ".weight_scale_inv")
 """Endings of the scale of a tensor in FP8."""
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """Names of the tensors that have a table's rows, one below another, and of the scales of those in FP8."""
 
     names: tuple[str, ...]
     scales: tuple[str, ...]
 
 
-def find_rows(group: Group | None, tensors: Mapping[str, Any], module: Any) -> Rows | None:
+def find_rows(group: Group | None, tensors: Mapping[str, Any], module: Any) -> TableRows | None:
     """Those of a group of the plain conversion; None where they are no rows that can be read one by one."""
     if group is None or len(group.sources) != 1:
         return None
@@ -150,11 +150,11 @@ def find_rows(group: Group | None, tensors: Mapping[str, Any], module: Any) -> R
     ):
         return None
     if dtypes <= {*IS_FLOAT}:
-        return Rows(names, ())
+        return TableRows(names, ())
     stems = [name.removesuffix(".weight") for name in names]
     scales = [next((stem + end for end in SCALES if stem + end in tensors), "") for stem in stems]
     is_scaled = all(math.prod(tensors[name].shape) == 1 and tensors[name].dtype in IS_FLOAT for name in scales if name)
-    return Rows(names, tuple(scales)) if dtypes == {_FP8} and all(scales) and is_scaled else None
+    return TableRows(names, tuple(scales)) if dtypes == {_FP8} and all(scales) and is_scaled else None
 
 
 def find_tables(model: PreTrainedModel, tensors: Mapping[str, Any], formats: Mapping[str, str]) -> list[Table]:
