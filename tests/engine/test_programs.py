@@ -15,7 +15,11 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel, Qwen3MoeRMSNorm, Qwen3MoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeModel,
+    Qwen3MoeRMSNorm,
+    Qwen3MoeSparseMoeBlock,
+)
 
 import expertly
 from expertly.api import handle

@@ -290,7 +290,10 @@ def test_a_store_is_the_engines_own_wherever_it_lies(
 @pytest.mark.usefixtures("peers")
 def test_what_cannot_work_is_refused(cases: Cases) -> None:
     for message, settings in (
-        ("workers: w0 has .* for experts, and system 'resident' keeps all", {"system": "resident", "memory": "20%"}),
+        (
+            "workers: w0 has .* for experts, and system 'resident' keeps all",
+            {"system": "resident", "memory": "20%"},
+        ),
         ("workers: 8, but a layer has 8 experts; accepted: at most 7", {"workers": 8}),
         ("system='fmoe': it predicts; accepted with workers: one that does not", {"system": "fmoe"}),
     ):

@@ -72,9 +72,11 @@ def _is_of(name: str, fields: Scheme) -> bool:
 def _scales(weight: torch.Tensor, args: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Scales and zero points that use all numbers, as observers choose them."""
     rows, columns = weight.shape
-    high, wide = {"tensor": (rows, columns), "channel": (1, columns), "block": tuple(args.block_structure or ())}.get(
-        args.strategy, (1, args.group_size)
-    )
+    high, wide = {
+        "tensor": (rows, columns),
+        "channel": (1, columns),
+        "block": tuple(args.block_structure or ()),
+    }.get(args.strategy, (1, args.group_size))
     padded = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % high))
     blocks = padded.reshape(-(-rows // high), high, -(-columns // wide), wide)
     low, top = blocks.amin((1, 3)), blocks.amax((1, 3))

@@ -43,7 +43,11 @@ def ask(serving: Serving, **more: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("text", "more"),
-    [("<tool_call>no JSON</tool_call>", {}), ("<tool_call>[1]</tool_call> x", {}), (CALL, {"tool_choice": "none"})],
+    [
+        ("<tool_call>no JSON</tool_call>", {}),
+        ("<tool_call>[1]</tool_call> x", {}),
+        (CALL, {"tool_choice": "none"}),
+    ],
 )
 def test_what_is_no_call_stays_text(demo: tuple[Any, Any], text: str, more: dict[str, Any]) -> None:
     with saying(demo, text) as serving:
