@@ -8,7 +8,7 @@ eight. `read`: GB/s at which torch sums the same memory up; `share`: of that, th
 quarter of the rounds; with one thread its processor time counts, with several the time that passes. With xllamacpp
 installed `llama_cpp` is the rate of llama.cpp's own products with the same GGUF blocks, and `beside` ours over it.
 
---out keeps what other kinds of processors measured. Bounds: `share` 0.80 with one thread and 0.90 with two; of Q2_K,
+--out keeps what other kinds of processors measured, in `others`. Bounds: `share` 0.80 with one thread and 0.90 with two; of Q2_K,
 Q3_K, IQ4_NL and IQ4_XS 0.60 with two, and `beside` 1 for the rest.
 """
 
@@ -207,9 +207,10 @@ def main() -> None:
             rows += rates_of(name, hidden, args, peer)
     report = print_report("products", rows, vars(args) | {"out": None})
     if args.out is not None:
-        kept = json.loads(Path(args.out).read_text()) if Path(args.out).exists() else []
-        kept = [old for old in kept if old["machine"]["processor"] != report["machine"]["processor"]]
-        Path(args.out).write_text(json.dumps([*kept, report], indent=1) + "\n")
+        kept = [json.loads(Path(args.out).read_text())] if Path(args.out).exists() else []
+        kept += [old for last in kept for old in last.pop("others")]
+        others = [old for old in kept if old["machine"]["processor"] != report["machine"]["processor"]]
+        Path(args.out).write_text(json.dumps(report | {"others": others}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
