@@ -130,7 +130,7 @@ class Fp8Layout(Layout):
         shapes = [[*lead, -(-rows // block[0]), -(-columns // block[1])]]
         if self._may_be_one and not is_fp4:
             shapes += [[*lead, *of_all] for of_all in ([], [1], [1, 1], [rows, 1])] + ([] if lead else [[rows]])
-        elif not lead and of_scales in ((), (1,)):
+        elif not lead and not is_fp4 and of_scales in ((), (1,)):
             shapes.append([*of_scales])  # of a table beside blocks, as in Qwen3.8-Flash-Next
         return {numbers: ((dtype,), [shape]), scales: (("F32", "BF16", "F16", "F8_E8M0", "U8"), shapes)}
 
