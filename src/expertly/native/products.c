@@ -101,6 +101,7 @@ INLINE int32x4_t less_starts(int32x4_t sums, const int16_t *scales, const int16_
 #include <immintrin.h>
 
 typedef int32_t two_numbers __attribute__((aligned(1), may_alias));
+
 #if defined(__clang__) || __GNUC__ >= 10
 #define HAS_PAIRS 1 /* the compiler knows AVX512-BF16 */
 #endif
@@ -236,7 +237,7 @@ static const instruction_set *set_at(int level) {
 #endif
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); /* and so f16c, which clang 14 knows not */
+    int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); /* and so f16c, which clang 14 cannot name */
     if (level == 1 && has_avx2) return &set_avx2;
     int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
