@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -94,6 +95,13 @@ def test_one_answer_is_the_models_own(model: Path, chatting: Path, capsys: Captu
         captured = capsys.readouterr()
         assert captured.out == f"{written(continued(folder, 'Hello'))}\n"
         assert ("no chat template" in captured.err) == (folder == model)
+
+
+def test_an_empty_stdin_is_no_prompt(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
+    for arguments in ((), ("-",)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+        assert run(model, *arguments) == 2
+        assert "prompt: nothing came from stdin; accepted: some text" in capsys.readouterr().err
 
 
 def test_a_chat_of_three_turns(chatting: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from expertly.core.errors import CheckpointError
+from expertly.core.errors import CheckpointError, UnsupportedModelError
+from expertly.formats import layout_of
 from expertly.formats.matrix import E2M1
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack
@@ -451,6 +452,29 @@ def test_others_are_refused(method: str, tmp_path: Path) -> None:
     set_config(source, quantization_config={"quant_method": method, "bits": 4})
     for dtype in (None, "bfloat16"):
         refused(source, CheckpointError, rf"quant_method='{method}': packing cannot undo it, .*supported", dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "usual"),
+    [("compressed_tensors", "compressed-tensors"), ("modelopt_fp4", "modelopt"), ("intel/auto-round", "auto-round")],
+)
+def test_methods_by_their_other_names(name: str, usual: str) -> None:
+    """Both are refused for the same field that is not there."""
+    said = []
+    for method in (name, usual):
+        with pytest.raises(UnsupportedModelError) as raised:
+            layout_of({"quant_method": method}, "bfloat16")
+        said.append(str(raised.value))
+    assert said[0] == said[1]
+
+
+def test_three_dimensions_in_compressed_tensors_are_refused(tmp_path: Path) -> None:
+    source, _ = make_compressed(tmp_path / "model", F32, scheme(FP8, "channel"))
+    tensors = read_tensors(source)
+    name = next(name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn)
+    write_checkpoint(tmp_path / "spoilt", tensors | {name: tensors[name][None]}, source)
+    stem = re.escape(name.removesuffix(".weight"))
+    refused(tmp_path / "spoilt", CheckpointError, f"{stem}: 3 dimensions: a matrix of compressed-tensors has 2")
 
 
 def test_experts_of_deepseek_v4_keep_their_fp4(tmp_path: Path) -> None:
