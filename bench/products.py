@@ -8,8 +8,8 @@ eight. `read`: GB/s at which torch sums the same memory up; `share`: of that, th
 quarter of the rounds; with one thread its processor time counts, with several the time that passes. With xllamacpp
 installed `llama_cpp` is the rate of llama.cpp's own products with the same GGUF blocks, and `beside` ours over it.
 
---out keeps what other kinds of processors measured, in `others`. Bounds: `share` 0.80 with one thread and 0.90 with two; of Q2_K,
-Q3_K, IQ4_NL and IQ4_XS 0.60 with two, and `beside` 1 for the rest.
+--out keeps what other kinds of processors measured, in `others`. Bounds: `share` 0.80 with one thread and 0.90 with
+two; of Q2_K, Q3_K, IQ4_NL and IQ4_XS 0.60 with two, and `beside` 1 for the rest.
 """
 
 from __future__ import annotations
