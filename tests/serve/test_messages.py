@@ -196,8 +196,11 @@ def test_what_agents_send_is_a_chat(demo: tuple[Any, Any], system: Any, turns: A
         ),
         ({"messages": [turn("assistant", {"type": "tool_use", "id": "1"})]}, "messages.0.content.0.name: required"),
         ({"messages": [turn("robot", TEXT)]}, "messages.0.role: "),
-        ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice: .*ignored"),
-        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice: .*ignored"),
+        (
+            {"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tool_choice: 'web_search' .*ignored",
+        ),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice: 'required' .*ignored"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: "),
         ({"messages": [turn("user", {"type": "text", "text": "far " * 2000})]}, "prompt is too long: "),
     ],
