@@ -88,6 +88,12 @@ def gguf_matrix(dice: torch.Generator, rows: int, columns: int, kind: str) -> Ma
     return Matrix(torch.from_numpy(blocks), torch.empty(0)), torch.from_numpy(weights)
 
 
+def halves_matrix(dice: torch.Generator, rows: int, columns: int, dtype: torch.dtype) -> Made:
+    weights = (torch.randn(rows, columns, generator=dice) * 0.01).to(dtype)
+    weights[0, :3] = torch.tensor([0.0, -0.0, 2.0**-24])  # the last is no normal number in float16
+    return Matrix(weights, torch.empty(0)), weights.float()
+
+
 MATRICES: dict[str, Callable[[torch.Generator, int, int], Made]] = {
     "mxfp4": mxfp4_matrix,
     "fp8": fp8_matrix,
@@ -101,6 +107,8 @@ MATRICES: dict[str, Callable[[torch.Generator, int, int], Made]] = {
     "int4_g128_zeros": partial(zeros_matrix, group=128, dtype=torch.bfloat16),
     "int4_g32_zeros_f16": partial(zeros_matrix, group=32, dtype=torch.float16),
     "int4_g128_zeros_f16": partial(zeros_matrix, group=128, dtype=torch.float16),
+    "bf16": partial(halves_matrix, dtype=torch.bfloat16),
+    "f16": partial(halves_matrix, dtype=torch.float16),
     **{one.name: partial(gguf_matrix, kind=one.type) for one in GGUF_FORMATS},
 }
 

@@ -47,13 +47,12 @@ def fp8(family: str, folder: Path, dtype: torch.dtype) -> Path:
     return make_fp8_checkpoint(family, folder, dtype, 128, hidden_size=128, moe_intermediate_size=128)
 
 
-def gguf(folder: Path, dtype: torch.dtype, architecture: str, dense: str) -> Path:
+def gguf(folder: Path, dtype: torch.dtype, architecture: str, dense: str, is_tied: bool = False) -> Path:
     """In float32, as transformers has them."""
-    shared = {f"blk.{n}.ffn_{one}_shexp.weight": dense for n in range(3) for one in ("gate", "up", "down")}
+    others: dict[str, str | None] = {"token_embd.weight": dense} | ({"output.weight": None} if is_tied else {})
+    others |= {f"blk.{n}.ffn_{one}_shexp.weight": dense for n in range(3) for one in ("gate", "up", "down")}
     path = folder.with_name(f"{folder.name}.gguf")
-    return make_gguf(
-        path, "Q8_0", dense=dense, architecture=architecture, others={**shared, "token_embd.weight": dense}
-    )
+    return make_gguf(path, "Q8_0", dense=dense, architecture=architecture, others=others)
 
 
 CHECKPOINTS: dict[str, tuple[Callable[[Path, torch.dtype], Path], set[str]]] = {
@@ -63,6 +62,18 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, torch.dtype], Path], set[str]]] = {
     "int4_g32_zeros_f16 autoawq": (partial(library_checkpoint, name="autoawq"), {"q_proj", "k_proj", "v_proj"}),
     "q4_k qwen3moe": (
         partial(gguf, architecture="qwen3moe", dense="Q4_K"),
+        {"embed_tokens", "q_proj", "k_proj", "v_proj", "lm_head"},
+    ),
+    "q6_k qwen3moe": (  # whose head is the table
+        partial(gguf, architecture="qwen3moe", dense="Q6_K", is_tied=True),
+        {"embed_tokens", "q_proj", "k_proj", "v_proj", "lm_head"},
+    ),
+    "bf16 qwen3moe": (
+        partial(gguf, architecture="qwen3moe", dense="BF16", is_tied=True),
+        {"embed_tokens", "q_proj", "k_proj", "v_proj", "lm_head"},
+    ),
+    "f16 qwen3moe": (
+        partial(gguf, architecture="qwen3moe", dense="F16"),
         {"embed_tokens", "q_proj", "k_proj", "v_proj", "lm_head"},
     ),
     "q8_0 qwen2moe": (  # whose projections have biases
@@ -105,11 +116,11 @@ def test_the_dequantised_models_numbers_in_the_memory_of_the_format(name: str, s
         dense = expertly.stats(model).as_dict()["dense"]
         assert nbytes_of(model) == dense["bytes"] == store.dense_nbytes
         assert dense["formats"] == store.dense_by_format()
-        kept = dense["formats"][form.name]
-        weights = sum(layer.weight.numel() for layer in layers.values())
-        assert kept == sum(one.tiles.nbytes for one in layers.values() if one._expertly_format is form)
-        if form.name in ("int4_g32", "int4_g32_zeros_f16", "q4_k"):
-            assert sum(one.tiles.nbytes for one in layers.values()) < weights * 2 / 2, "half of bfloat16"
+        kept, once = dense["formats"][form.name], {one.tiles.data_ptr(): one for one in layers.values()}.values()
+        weights = sum(layer.weight.numel() for layer in once)
+        assert kept == sum(one.tiles.nbytes for one in once if one._expertly_format is form)
+        if form.name in ("int4_g32", "int4_g32_zeros_f16", "q4_k", "q6_k"):
+            assert sum(one.tiles.nbytes for one in once) < weights * 2 / 2, "half of bfloat16"
         needs = needs_of(store.folder)
         assert (needs.dense_nbytes, needs.dense_by_format) == (store.dense_nbytes, dense["formats"])
         assert beside_experts(store, 4, torch.device("cpu")).dense_nbytes == store.dense_nbytes
@@ -123,7 +134,7 @@ def test_of_fp8_a_config_alone_says_as_much(sources: Packed) -> None:
     assert of_config.decoded_dense_nbytes == of_headers.decoded_dense_nbytes > of_config.dense_nbytes
 
 
-@pytest.mark.parametrize("name", ["fp8 qwen3_moe", "q8_0 qwen2moe"])
+@pytest.mark.parametrize("name", ["fp8 qwen3_moe", "q8_0 qwen2moe", "q6_k qwen3moe"])
 def test_without_compiled_products_they_are_decoded_at_loading(
     name: str, sources: Packed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ DOWN = "blk.1.ffn_down_exps.weight"
 
 MIXES: dict[str, tuple[str, str, str, str]] = {
     "i-quants": ("IQ2_XXS IQ2_XS IQ2_S", "IQ3_XXS IQ3_S IQ1_S", "IQ1_M IQ3_S IQ2_XS", "IQ2_S"),
+    "beside 16 bits": ("Q4_K BF16 F16", "Q5_K F16 BF16", "BF16 Q6_K F16", "BF16"),
     "k-quants": ("Q2_K Q3_K IQ4_XS", "Q4_K Q2_K Q3_K", "Q3_K IQ4_XS Q6_K", "Q2_K"),
     "the first ones": ("Q4_0 Q4_1 MXFP4", "Q5_0 Q5_1 Q8_0", "Q5_K Q4_K Q6_K", "Q5_0"),
     "ternary": ("TQ1_0 TQ2_0 IQ4_NL", "Q8_0 IQ4_NL TQ1_0", "NVFP4 TQ2_0 Q5_1", "IQ4_XS"),
@@ -85,7 +86,7 @@ EXTREMES = (65504, -65504, 2**-24, -(2**-24), 0, -0.0, 2**-14, 1023 * 2**-24)
 """The largest float16 numbers, the smallest, and the smallest normal one."""
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OF_GGUF_TYPE if kind != SCALED_NVFP4])
+@pytest.mark.parametrize("kind", [kind for kind in OF_GGUF_TYPE if kind not in (SCALED_NVFP4, "BF16", "F16")])
 def test_every_type_decodes_to_the_packages_numbers(kind: str) -> None:
     """To the bit, by each instruction set: random blocks, all bits 0 or 1, extreme scales."""
     form, dice, ggml = OF_GGUF_TYPE[kind], np.random.default_rng(3), gguf.GGMLQuantizationType[kind]
@@ -114,6 +115,21 @@ def test_every_type_decodes_to_the_packages_numbers(kind: str) -> None:
             set_scales(spoilt[7:8, 3], kind, place, np.array([[number]]))
             with pytest.raises(CheckpointError, match=f"a scale that is no finite number, in a block of {kind}"):
                 form.parts_of(Matrix(torch.from_numpy(spoilt.reshape(rows, -1)), tensor))
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16"])
+def test_every_number_of_16_bits(kind: str) -> None:
+    form, dtype = OF_GGUF_TYPE[kind], {"BF16": torch.bfloat16, "F16": torch.float16}[kind]
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
+    finite = torch.where(numbers.isfinite(), numbers, 0)
+    packed = torch.from_numpy(form.pack(form.parts_of(Matrix(finite, finite))))
+    assert torch.equal(form.decode(packed), finite.float())
+    for library in libraries():
+        decoded = torch.empty(256, 256)
+        Kernels(library, "").tile_decode(form.kernel, packed.data_ptr(), decoded)
+        assert torch.equal(decoded.view(torch.int32), finite.float().view(torch.int32)), library.name
+    with pytest.raises(CheckpointError, match=f"a weight in {kind} that is no finite number"):
+        form.parts_of(Matrix(numbers, numbers))
 
 
 NAMES = {"attn_q": "self_attn.q_proj.weight", "ffn_down_exps": "mlp.experts.down_proj"}
@@ -152,14 +168,13 @@ def test_scales_of_nvfp4_in_tensors_of_their_own(tmp_path: Path) -> None:
     )
 
 
-def test_a_layer_with_a_matrix_that_is_not_quantised_is_decoded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_layer_with_a_matrix_in_float32_is_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One in 16 bits is kept beside quantised ones."""
     others: dict[str, str | None] = {DOWN: "F16", "blk.0.ffn_up_exps.weight": "F32"}
     path = make_gguf(tmp_path / "model.gguf", "Q8_0", others=others, **SMALL)
     store = pack(path, tmp_path / "store")
-    assert [layer.format for layer in store.manifest.layers] == ["", "", "q8_0"]
-    assert "quantised experts of 2 layers are decoded" in caplog.text
+    assert [layer.format for layer in store.manifest.layers] == ["", "q8_0+f16", "q8_0"]
+    assert "quantised experts of 1 layers are decoded" in caplog.text
     assert_computes(store.folder, load_gguf(path), [("lru", "50%", 1)])
 
 

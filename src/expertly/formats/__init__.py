@@ -19,6 +19,7 @@ from expertly.formats.compressed import CompressedLayout, ModelOptLayout
 from expertly.formats.fp8 import FP8, FP8_ROWS, Fp8Layout
 from expertly.formats.gguf import GGUF_FORMATS, Q4_0, Q8_0
 from expertly.formats.gptq import AwqLayout, GptqLayout, auto_round
+from expertly.formats.halves import HALVES
 from expertly.formats.int4 import INT4
 from expertly.formats.layouts import Header, Layout, is_plain
 from expertly.formats.mlx import MlxLayout
@@ -26,7 +27,9 @@ from expertly.formats.mxfp4 import MXFP4, Mxfp4Layout
 from expertly.formats.nvfp4 import NVFP4
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 
-FORMATS: dict[str, TiledFormat] = {form.name: form for form in (MXFP4, FP8, FP8_ROWS, NVFP4, *GGUF_FORMATS, *INT4)}
+FORMATS: dict[str, TiledFormat] = {
+    form.name: form for form in (MXFP4, FP8, FP8_ROWS, NVFP4, *GGUF_FORMATS, *HALVES, *INT4)
+}
 
 ROUNDED_TO: dict[str, RoundingFormat] = {"mxfp4": MXFP4, "int4": Q4_0, "int8": Q8_0}
 """Formats to which an unquantised checkpoint can be rounded, by their names in --quantize."""

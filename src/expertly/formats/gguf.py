@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import CheckpointError
+from expertly.formats.halves import HALVES
 from expertly.formats.layouts import FLOATS, Accepted, Header, Layout
 from expertly.formats.matrix import Bytes, Matrix, torch
 from expertly.formats.mxfp4 import Mxfp4Format
@@ -307,7 +308,7 @@ GGUF_FORMATS = (
 )
 SCALED_NVFP4 = "NVFP4, scaled"
 OF_GGUF_TYPE: dict[str, TiledFormat] = {
-    **{form.type: form for form in GGUF_FORMATS},
+    **{form.type: form for form in (*GGUF_FORMATS, *HALVES)},
     "MXFP4": _GgufMxfp4(),
     "NVFP4": _GgufNvfp4(),
     SCALED_NVFP4: _GgufNvfp4(),
@@ -332,7 +333,7 @@ class GgufLayout(Layout):
         return list(tensors[""][1])
 
     def accepted(self, stem: str, tensors: Mapping[str, Header], size: list[int]) -> Accepted:
-        return {"": ((*FLOATS, "F64", *OF_GGUF_TYPE), [size])}
+        return {"": (tuple(dict.fromkeys((*FLOATS, "F64", *OF_GGUF_TYPE))), [size])}
 
     def form_of(self, stem: str, tensors: Mapping[str, Header]) -> TiledFormat | None:
         return OF_GGUF_TYPE.get(tensors[""][0])

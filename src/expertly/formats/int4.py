@@ -19,7 +19,7 @@ from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat, transposed
 _MAX_SCALE = 2048.0
 """16 times that is still finite in float16."""
 
-_FIRST_KERNEL = 25
+_FIRST_KERNEL = 27
 
 
 class Int4Format(TiledFormat):

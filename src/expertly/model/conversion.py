@@ -136,7 +136,8 @@ class Conversion:
         if self._layout is None or not self.keeps_rows(group):
             return []
         matrices = self.matrices(group, checkpoint)
-        if any(dtype in IS_FLOAT for tensors in matrices.values() for dtype, _ in list(tensors.values())[:1]):
+        dtypes = [next(iter(tensors.values()))[0] for tensors in matrices.values()]
+        if not checkpoint.gguf and not {*IS_FLOAT}.isdisjoint(dtypes):
             return []
         forms = [self._layout.form_of(stem, tensors) for stem, tensors in matrices.items()]
         return [form for form in forms if form is not None] if None not in forms else []

@@ -23,7 +23,7 @@ from expertly.model.hub import HubModel, split_name
 from expertly.model.packing import Packing, local_folder, open_source, weights_of, with_expert_dtype
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
 from expertly.model.tables import Table, find_tables, table_modules, without
-from expertly.model.tiled import put_tiles
+from expertly.model.tiled import can_be_tiled, put_tiles
 from expertly.store.checkpoint import ADAPTER_NAME, Checkpoint, check_claims, has_weights
 from expertly.store.manifest import ITEMSIZE, Rounding
 from expertly.store.packed import PackedStore, dense_by_format, is_packed_store
@@ -171,7 +171,7 @@ def _put_fp8(model: Any) -> dict[str, int]:
     """Give every linear layer but the head tiles, as packing does with FP8. Returns the bytes by format."""
     formats: dict[str, str] = {}
     for path, module in model.named_modules():
-        if type(module) is nn.Linear and module is not model.get_output_embeddings():
+        if type(module) is nn.Linear and module is not model.get_output_embeddings() and can_be_tiled(model, path):
             with contextlib.suppress(ConfigError):  # not in whole tiles
                 FP8.block_nbytes_of(*module.weight.shape)
                 formats[path] = FP8.name

@@ -41,7 +41,7 @@ from expertly.model.hub import download, split_name
 from expertly.model.quantisations import is_named
 from expertly.model.structure import build_meta_model, find_experts
 from expertly.model.tables import SCALES, find_rows, table_modules
-from expertly.model.tiled import can_be_tiled, is_own
+from expertly.model.tiled import can_be_tiled
 from expertly.store.cache import entry_folder, list_entries, make_room, make_room_for_this_version, stores_folder
 from expertly.store.checkpoint import ADAPTER_NAME, Bytes, Checkpoint, TensorRef
 from expertly.store.gguf import SUFFIX
@@ -476,14 +476,13 @@ class Packing:
                 raise CheckpointError(f"{label}: shape {list(ref.shape)}, but {source} makes it {list(expected)}")
 
     def _kept_form(self, group: Group) -> TiledFormat | None:
-        """The format of a linear layer's or an embedding's weight that stays in it: whole tiles, and nobody else's."""
+        """The format of a linear layer's or an embedding's weight that stays in it: whole tiles."""
         path, _, last = group.target.rpartition(".")
         if (
             not self._kept
             or last != "weight"
-            or not is_own(self._model, path)
             or self._plain.target(group.target) != (group.target, None)
-            or not (can_be_tiled(self._model.get_submodule(path)) or path in self._tables)
+            or not (can_be_tiled(self._model, path) or path in self._tables)
         ):
             return None
         rows, columns = self._conversion.shape(group.target)

@@ -342,7 +342,8 @@ def dense_shape(model: PreTrainedModel) -> DenseShape:
     blocks = [first_number.match(paths[id(module)])[0] for module in experts_modules(model)]  # type: ignore[index]
     stacks = {block.rpartition(".")[0].rpartition(".")[0] for block in blocks}  # `model`, of `model.layers.3`
     head = model.get_output_embeddings()
-    head_weights = set(map(id, (*head.parameters(), *head.buffers()))) if isinstance(head, nn.Module) else set()
+    head_weights = set(map(id, head.parameters())) if isinstance(head, nn.Module) else set()
+    head_weights.add(id(getattr(head, "tiles", None)))
     tiles = [(path, buffer) for path, buffer in model.named_buffers() if path.endswith(".tiles")]
     in_blocks = rest = 0
     for path, parameter in (*model.named_parameters(), *tiles):

@@ -165,7 +165,7 @@ def find_tables(model: PreTrainedModel, tensors: Mapping[str, Any], formats: Map
     for path, module in modules.items():
         tiles, group = tiles_name(path), groups.get(f"{path}.weight")
         if tiles in tensors:
-            if tensors[tiles].nbytes > TABLE_NBYTES or not can_be_tiled(module):
+            if tensors[tiles].nbytes > TABLE_NBYTES or not can_be_tiled(model, path):
                 form = FORMATS[formats[path]]
                 tables.append(Table(path, (tiles,), (tensors[tiles],), form, module.embedding_dim))
         elif (rows := find_rows(group, tensors, module)) is not None:

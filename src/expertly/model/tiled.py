@@ -90,6 +90,16 @@ class TiledLinear(TiledLayer, nn.Linear):  # type: ignore[override]
         return out
 
 
+class _SharingLinear(TiledLinear):
+    """Whose weight is another's, as a head's may be the table's."""
+
+    _expertly_owner: tuple[TiledLayer]  # as a module of its own it would be saved twice
+
+    @property
+    def tiles(self) -> torch.Tensor:  # type: ignore[override]
+        return self._expertly_owner[0].tiles
+
+
 class TiledEmbedding(TiledLayer, nn.Embedding):  # type: ignore[override]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         kernels, tiles, width = self._expertly_kernels, self.tiles, self.embedding_dim
@@ -115,55 +125,82 @@ class TiledEmbedding(TiledLayer, nn.Embedding):  # type: ignore[override]
 
 _TILED: dict[type[nn.Module], type[TiledLayer]] = {nn.Linear: TiledLinear, nn.Embedding: TiledEmbedding}
 
-TiledLinear.__name__ = TiledLinear.__qualname__ = "Linear"
+for _kind in (TiledLinear, _SharingLinear):
+    _kind.__name__ = _kind.__qualname__ = "Linear"
 TiledEmbedding.__name__ = TiledEmbedding.__qualname__ = "Embedding"
 
 
 def is_own(model: PreTrainedModel, path: str) -> bool:
     """Whether the weight of a module is no other's, too, and the model computes it in its dtype."""
     tied = model.all_tied_weights_keys
+    return f"{path}.weight" not in (*tied, *tied.values()) and _is_in_dtype(model, path)
+
+
+def can_be_tiled(model: PreTrainedModel, path: str) -> bool:
+    """Whether a module is one of those that are known, its weight is as it is stored, and linear layers alone share it,
+    and all compute it in the model's dtype.
+    """
+    module, others = model.get_submodule(path), _sharing(model, path)
+    return (
+        type(module) in _TILED
+        and getattr(module, "max_norm", None) is None
+        and f"{path}.weight" not in model.all_tied_weights_keys
+        and all(type(model.get_submodule(each)) is nn.Linear for each in others)
+        and all(_is_in_dtype(model, each) for each in (path, *others))
+    )
+
+
+def _is_in_dtype(model: PreTrainedModel, path: str) -> bool:
     in_float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-    return f"{path}.weight" not in (*tied, *tied.values()) and in_float32.isdisjoint(path.split("."))
+    return in_float32.isdisjoint(path.split("."))
 
 
-def can_be_tiled(module: Any) -> bool:
-    """Whether it is one of those that are known, and its weight is as it is stored."""
-    return type(module) in _TILED and getattr(module, "max_norm", None) is None
+def _sharing(model: PreTrainedModel, path: str) -> list[str]:
+    """Modules whose weight is that of the one at `path`."""
+    tied = model.all_tied_weights_keys.items()
+    return [name.rpartition(".")[0] for name, source in tied if source == f"{path}.weight"]
 
 
-def put_tiles(model: nn.Module, formats: Mapping[str, str]) -> None:
-    """Make layers of a model on the meta device, by their paths, keep tiles of these formats in place of weights; what
-    they are is loaded with the rest. Raises ConfigError naming a layer for which there are none.
+def put_tiles(model: Any, formats: Mapping[str, str]) -> None:
+    """Make layers of a model on the meta device, by their paths, keep tiles of these formats in place of weights, and
+    those that share their weights the same tiles; what they are is loaded with the rest. Raises ConfigError naming a
+    layer for which there are none.
     """
     for path, name in formats.items():
         try:
-            module: Any = model.get_submodule(path)
-            if not can_be_tiled(module):
-                raise ConfigError(f"a {type(module).__name__}, not a linear layer or table of embeddings")
-            rows, columns = module.weight.shape
+            if not can_be_tiled(model, path):
+                kind = type(model.get_submodule(path)).__name__
+                raise ConfigError(f"a {kind}, not a linear layer or table of embeddings")
+            rows, columns = model.get_submodule(path).weight.shape
             shape = rows // TILE_OUTPUTS, FORMATS[name].block_nbytes_of(rows, columns)
         except (AttributeError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from None
-        weight = module.weight
-        del module.weight
-        module.__class__ = _TILED[type(module)]
-        module._expertly_format, module._expertly_dtype = FORMATS[name], weight.dtype
-        module._expertly_kernels = None
-        module.register_buffer("tiles", torch.empty(shape, dtype=torch.uint8, device=weight.device))
-        module._is_hf_initialized = True
+        owner: Any = model.get_submodule(path)
+        for each in (path, *_sharing(model, path)):
+            module: Any = model.get_submodule(each)
+            dtype = module.weight.dtype
+            del module.weight
+            module.__class__ = _TILED[type(module)] if module is owner else _SharingLinear
+            module._expertly_format, module._expertly_dtype = FORMATS[name], dtype
+            module._expertly_kernels, module._expertly_owner = None, (owner,)
+            module._is_hf_initialized = True
+            model.all_tied_weights_keys.pop(f"{each}.weight", None)
+        owner.register_buffer("tiles", torch.empty(shape, dtype=torch.uint8, device="meta"))
 
 
 def use_tiles(model: nn.Module, kernels: Kernels) -> int:
     """Compute layers that have tiles by the compiled kernels, else decode them for good. How many are computed."""
     num_used = 0
-    for module in [module for module in model.modules() if isinstance(module, TiledLayer)]:
+    modules: list[Any] = [module for module in model.modules() if isinstance(module, TiledLayer)]
+    for module in sorted(modules, key=lambda module: isinstance(module, _SharingLinear)):  # the tiles' owners first
         if kernels.most_tokens(module._expertly_dtype, module._expertly_format.name):
             module._expertly_kernels = kernels
             num_used += 1
-        else:
-            undone: Any = module
-            weight = undone.weight
-            del undone.tiles
-            undone.__class__ = next(original for original, kind in _TILED.items() if kind is type(module))
-            undone.weight = nn.Parameter(weight, requires_grad=False)
+            continue
+        owner = module._expertly_owner[0]
+        weight = nn.Parameter(module.weight, requires_grad=False) if module is owner else owner.weight
+        if module is owner:
+            del module.tiles
+        module.__class__ = nn.Embedding if isinstance(module, TiledEmbedding) else nn.Linear
+        module.weight = weight
     return num_used

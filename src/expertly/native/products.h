@@ -155,7 +155,7 @@ typedef struct {
 
 /* X(number, prefix of its functions, inputs of a tile, bytes of a tile). A format in Python names the number as `kernel`.
  * Functions of CODE_FORMATS are in codes.h, those of BLOCK_FORMATS in blocks.h, those of INT4_FORMATS in int4.h, those of
- * WEIGHT_FORMATS in fp8.h.
+ * WEIGHT_FORMATS in fp8.h and halves.h.
  */
 #define CODE_FORMATS(X) \
     X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2) \
@@ -184,7 +184,9 @@ typedef struct {
     X(IQ1_M, iq1_m, 256, 16 * 56)
 #define WEIGHT_FORMATS(X) \
     X(FP8, fp8, 128, 16 * 128 + 4) \
-    X(FP8_ROWS, fp8_rows, 128, 16 * 128 + 16 * 4)
+    X(FP8_ROWS, fp8_rows, 128, 16 * 128 + 16 * 4) \
+    X(BF16, bf16, 32, 16 * 64) \
+    X(F16, f16, 32, 16 * 64)
 #define INT4_FORMATS(X) \
     X(INT4_G32, int4_g32, 32, 16 * (32 / 2 + 2)) \
     X(INT4_G128, int4_g128, 128, 16 * (128 / 2 + 2)) \

@@ -79,6 +79,7 @@ INLINE vf NAME(rounded)(int dtype, vf values) {
 #include "fp8.h"
 #include "codes.h"
 #include "int4.h"
+#include "halves.h"
 
 /* -- blocks ------------------------------------------------------------------------------------------------------------ */
 
