@@ -1,10 +1,10 @@
 """Write a qwen3_moe checkpoint (the demo model, inflated or not) as a GGUF file, which llama.cpp runs.
 
-    python tools/write_gguf.py MODEL OUT.gguf [--experts TYPE]
+    python tools/write_gguf.py MODEL OUT.gguf
 
-Weights stay the bits they are, but for experts where --experts says to which type of GGUF they are rounded; norms and
-routers become float32, as llama.cpp wants them. There is no vocabulary in the file: what runs it feeds token ids. Holds
-one tensor of the result at a time, all experts of a layer's projection; the others wait in a temporary file.
+Weights stay the bits they are; norms and routers become float32, as llama.cpp wants them. There is no vocabulary in the
+file: what runs it feeds token ids. Holds one tensor of the result at a time, all experts of a layer's projection; the
+others wait in a temporary file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch import Tensor
 
 FAMILY = "qwen3_moe"
 EXPERT = re.compile(r"^(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj)\.weight$")
-ROUNDED = ("MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # to which the package gguf rounds
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -93,17 +92,12 @@ def check(folder: Path, config: dict[str, Any]) -> None:
         )
 
 
-def write_gguf(model: Path, out: Path, experts: str | None = None) -> int:
-    """Write `out`, which appears when it is complete; its tensors' bytes. Raises GgufError. `experts`: the type of GGUF
-    to which they are rounded; by default they stay what they are.
-    """
+def write_gguf(model: Path, out: Path) -> int:
+    """Write `out`, which appears when it is complete; its tensors' bytes. Raises GgufError."""
     if not (model / "config.json").is_file():
         raise GgufError(f"{model}: no config.json there; give a transformers model folder")
     config = json.loads((model / "config.json").read_text())
     check(model, config)
-    if experts not in (None, *ROUNDED):
-        raise GgufError(f"experts={experts!r}: accepted: {', '.join(ROUNDED)}")
-    kinds = gguf.GGMLQuantizationType
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config["num_hidden_layers"])
     partial = out.with_name(f".{out.name}.partial")
     writer = gguf.GGUFWriter(partial, "qwen3moe", use_temp_file=True)
@@ -116,14 +110,8 @@ def write_gguf(model: Path, out: Path, experts: str | None = None) -> int:
                 raise GgufError(f"{model}: {stem} ({tensor.dtype}) is nothing that a {FAMILY} model of llama.cpp has")
             if tensor.dim() == 1 or stem.endswith(".mlp.gate"):
                 tensor = tensor.float()
-            kind = None
-            if experts and tensor.dim() == 3:
-                kind = kinds[experts]
-                array = gguf.quants.quantize(tensor.float().numpy(), kind)
-            elif tensor.dtype == torch.bfloat16:  # which NumPy has not: its bytes
-                array, kind = tensor.contiguous().view(torch.uint8).numpy(), kinds.BF16
-            else:
-                array = tensor.contiguous().numpy()
+            kind = gguf.GGMLQuantizationType.BF16 if tensor.dtype == torch.bfloat16 else None
+            array = (tensor.contiguous().view(torch.uint8) if kind else tensor.contiguous()).numpy()
             writer.add_tensor(f"{name}.weight", array, raw_dtype=kind)
             total += array.nbytes
         writer.write_header_to_file()
@@ -140,12 +128,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL", help="transformers model folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="file to write")
-    parser.add_argument(
-        "--experts", metavar="TYPE", help=f"of GGUF, to which experts are rounded: {', '.join(ROUNDED)}"
-    )
     given = parser.parse_args(arguments)
     try:
-        nbytes = write_gguf(given.model, given.out, given.experts)
+        nbytes = write_gguf(given.model, given.out)
     except GgufError as error:
         print(f"write_gguf: {error}", file=sys.stderr)
         return 2

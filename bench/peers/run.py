@@ -2,12 +2,12 @@
 
     python bench/peers/run.py [--sizes 4x,2x,ram] [--peers expertly,llama.cpp,ftllm,neurostream,accelerate]
                               [--systems lru,expertly,expertly-ahead] [--formats none,mxfp4] [--threads 1,2]
-                              [--model like|qwen3|3gib] [--experts Q4_0|MXFP4] [--requests 3] [--tokens 32]
+                              [--model like|qwen3|3gib] [--gguf Q4_0|Q4_K_M] [--requests 3] [--tokens 32]
 
 `4x`: a memory cgroup (version 1) of a quarter of the whole model's bytes, for each process, from its first byte on;
 `ram`: all the memory there is. Peers take turns, request by request, and each request with each number of threads; what
 is fed does not depend on what a model would choose, but for ftllm, which decodes its own text. `--model qwen3`: layers
-of Qwen3-30B-A3B's shape (tools/widen_model.py). `--experts`: a GGUF file with experts rounded to that type, for
+of Qwen3-30B-A3B's shape (tools/widen_model.py). `--gguf`: a file that llama.cpp quantises, as published ones are, for
 `expertly`, llama.cpp and neurostream; `--formats` mxfp4, int4, int8: experts rounded to it. `--memory`: of `expertly`;
 auto is what is left in its cgroup. The first request only fills caches. llama.cpp and accelerate are the extra `peers`;
 ftllm and neurostream are installed into $EXPERTLY_BENCH_DIR, where only their processes find them. What is not there is
@@ -86,10 +86,10 @@ def main() -> None:
     args = options(
         __doc__, sizes="4x,2x,ram", peers="expertly,llama.cpp,ftllm,neurostream,accelerate",
         systems="lru,expertly,expertly-ahead", formats="none", memory="auto", threads="1,2", model=MODELS,
-        experts=None, requests=3, prompt=256, tokens=32, out=None,
+        gguf=None, requests=3, prompt=256, tokens=32, out=None,
     )  # fmt: skip
     peers = [peer for peer in args.peers.split(",") if _is_there(peer)]
-    if args.experts:
+    if args.gguf:
         args.formats = "none"
         peers = [peer for peer in peers if peer in ("expertly", *TAKE_GGUF)]
     model = widened_model() if args.model == "qwen3" else inflated_model(**INFLATED[args.model])
@@ -114,7 +114,7 @@ class Bench:
 
         self._args, self._model, self._requests = args, model, requests
         self._context, self._scratch = context, scratch
-        if args.experts:
+        if args.gguf:
             self._model = model = self._gguf
         self._store = pack_cached(model)
         self._layers = self._store.manifest.layers
@@ -152,14 +152,27 @@ class Bench:
     def _gguf(self) -> Path:
         if self._model.suffix == ".gguf":
             return self._model
-        path = self._model.with_name(f"{self._model.name}-gguf") / f"{self._args.experts or 'model'}.gguf"
-        if not path.exists() and importlib.util.find_spec("gguf") is not None:
+        folder = self._model.with_name(f"{self._model.name}-gguf")
+        whole, kind = folder / "model.gguf", self._args.gguf
+        if not whole.exists() and importlib.util.find_spec("gguf") is not None:
             sys.path.insert(0, str(TOOLS))
             from write_gguf import write_gguf
 
-            path.parent.mkdir(exist_ok=True)
-            write_gguf(self._model, path, self._args.experts)
-        return path
+            folder.mkdir(exist_ok=True)
+            write_gguf(self._model, whole)
+        if kind is None:
+            return whole
+        quantised = folder / f"{kind}.gguf"
+        if not quantised.exists():
+            import llama_cpp
+
+            asked = llama_cpp.llama_model_quantize_default_params()
+            asked.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+            partial = quantised.with_suffix(".partial")
+            if llama_cpp.llama_model_quantize(str(whole).encode(), str(partial).encode(), asked):
+                raise OSError(f"llama.cpp cannot quantise {whole} to {kind}")
+            partial.rename(quantised)
+        return quantised
 
     @property
     def _untied(self) -> Path:
