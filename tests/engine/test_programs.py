@@ -30,6 +30,7 @@ from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
 from tests.engine.test_graphs import RECORDED
 from tests.families import FAMILIES, Family, generate, load_reference, make_checkpoint, make_prompts
+from tests.formats.gguf_files import make_gguf
 from tests.model.test_turns import Passes
 
 pytestmark = pytest.mark.timeout(180)
@@ -79,6 +80,25 @@ def test_in_bfloat16_a_layer_gives_the_same_bits(family: str, tmp_path: Path) ->
             num_layers = len(programs_of(model))
             assert bool(num_layers) == (opened is loaded)
             assert num_run(model) == num_layers * (len(tokens) - COMPARED)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "BF16"])
+def test_a_token_of_a_quantised_file_is_one_native_call(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Projections of blocks, norms, rotation, attention, router and experts of all layers, with the same bits."""
+    path = make_gguf(tmp_path / "model.gguf", "Q8_0", dense=kind)
+    run, counts, logits = native_kernels.Kernels.run_program, list[int](), []
+    monkeypatch.setattr(native_kernels.Kernels, "run_program", lambda *call: (counts.append(1), run(*call))[1])
+    prompt, tokens = make_prompts(1)[0], make_prompts(1, length=12, seed=3)[0]
+    for opened in (loaded, without_programs):
+        with opened(path, system="resident", memory="100%") as model:
+            logits.append(decode(model, prompt, tokens))
+            counts.clear()
+            assert torch.equal(decode(model, prompt, tokens), logits[0])
+            num_layers = len(programs_of(model))
+            assert len(counts) == (num_layers + len(tokens) if num_layers else 0), "once a layer for a new cache"
     assert torch.equal(*logits)
 
 

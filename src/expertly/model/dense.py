@@ -661,8 +661,9 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
     rotate = names.get("apply_rotary_pos_emb")
     linears = [getattr(module, name, None) for name in _LINEARS]
     norms = [norm for name in _NORMS if (norm := getattr(module, name, None)) is not None]
-    are_linear = all(type(part) is not nn.Linear and original_of(type(part)) is nn.Linear for part in linears)
-    if not are_linear or not all(hasattr(norm, "_expertly_norm") for norm in norms):
+    if not all(_is_native_linear(part, kernels) for part in linears) or not all(
+        hasattr(norm, "_expertly_norm") for norm in norms
+    ):
         return
 
     def forward(
@@ -684,7 +685,8 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
             and isinstance(position_embeddings, tuple)
             and hidden_states.dim() == 3
             and not (self.training or torch.is_grad_enabled())
-            and are_plain(hidden_states, self.q_proj.weight, *position_embeddings)
+            and are_plain(hidden_states, *position_embeddings)
+            and _takes(self.q_proj, hidden_states)
             and 1 <= hidden_states.shape[:2].numel() <= kernels.most_tokens(hidden_states.dtype)
         )
         if few and joined is None and not self._expertly_is_tried:
@@ -709,13 +711,26 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
     module._expertly_joined, module._expertly_is_tried = None, False
 
 
+def _is_native_linear(part: Any, kernels: Kernels) -> bool:
+    if isinstance(part, TiledLayer):
+        return isinstance(part, nn.Linear) and part._expertly_kernels is kernels
+    return type(part) is not nn.Linear and original_of(type(part)) is nn.Linear
+
+
+def _takes(linear: Any, x: torch.Tensor) -> bool:
+    """Whether the kernels may multiply a layer's weights with `x`."""
+    if isinstance(linear, TiledLayer):
+        return linear.tiles.is_cpu and x.dtype == linear._expertly_dtype
+    return are_plain(x, linear.weight)
+
+
 def _try(
     module: Any, original: type, hidden: torch.Tensor, angles: Any, kernels: Kernels, kwargs: dict[str, Any]
 ) -> Joined | None:
     """What its own forward does with these tokens, where one call does the same."""
     linears, last = [getattr(module, name) for name in _LINEARS], module.o_proj
     norms = [getattr(module, name, None) for name in _NORMS]
-    is_last_joined = type(last) is type(linears[0])
+    is_last_joined = not isinstance(last, TiledLayer) and type(last) is type(linears[0])
     parts = [*linears, *(norm for norm in norms if norm is not None), *([last] if is_last_joined else [])]
     tensors = [tensor for part in parts for tensor in part.parameters(recurse=False)]
     if any(tensor.dtype != hidden.dtype or not tensor.is_contiguous() for tensor in tensors):
@@ -738,13 +753,16 @@ def _try(
     parameters = set(map(id, module.parameters(recurse=False)))
     if not all(id(argument) in parameters for argument in more.values() if isinstance(argument, torch.Tensor)):
         return None
-    weights, biases = [part.weight for part in linears], [part.bias for part in linears]
+    are_tiled = [isinstance(part, TiledLayer) for part in linears]
+    weights = [part.tiles if is_tiled else part.weight for part, is_tiled in zip(linears, are_tiled, strict=True)]
+    formats = [part._expertly_format.kernel if tiled else None for part, tiled in zip(linears, are_tiled, strict=True)]
+    sizes, biases = (hidden.shape[2], [part.out_features for part in linears]), [part.bias for part in linears]
     of_norms = [None if norm is None else (norm.weight, *norm._expertly_norm) for norm in norms]
     num_angles = angles[0].shape[-1]
     for width in (num_angles, 2 * num_angles):  # of numbers that are rotated
         if width % 2 or width > module.head_dim:
             continue
-        projections = Projections(weights, biases, of_norms, module.head_dim, width)
+        projections = Projections(*sizes, weights, formats, biases, of_norms, module.head_dim, width)
         if all(map(torch.equal, kernels.projections(hidden, projections, *angles), (query, key, value))):
             then = (last.weight, last.bias) if is_last_joined else None
             return Joined(AsTried(module), projections, then, more)

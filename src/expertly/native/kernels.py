@@ -43,7 +43,7 @@ those of a prompt for which a tile of quantised weights is decoded once.
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 36
+VERSION = 37
 """Of the interface that is called here; products.c says the same number."""
 
 PLAIN = (nn.Parameter, torch.Tensor)
@@ -56,6 +56,9 @@ STEP_NBYTES = 2
 
 NO_DOWN = -1
 """In place of down's format: the blocks of one matrix."""
+
+_ROWS = -1
+"""In place of a format: rows of numbers."""
 
 NORM_STYLES = {"rounded": 0, "weighed": 1, "one more": 2}
 """How a norm weighs: rounded to its dtype before; in float32; in float32 by 1 + weight."""
@@ -246,14 +249,18 @@ class ChosenExperts:
 
 
 class Projections:
-    """What calls for one attention's queries, keys and values have in common: `weights` [rows, H], `biases` [rows]; of
-    the first two the norm (weight [head_width or rows], epsilon, style), then the rotation of the first `rotated_width`
-    numbers of each head. All of one dtype, contiguous.
+    """What calls for one attention's queries, keys and values have in common: matrices of `num_rows` rows of `hidden`
+    numbers, each `weights` [rows, H], or in a format, by its kernel's number in `formats`, blocks of 16 rows; `biases`
+    [rows]; of the first two the norm (weight [head_width or rows], epsilon, style), then the rotation of the first
+    `rotated_width` numbers of each head. All numbers of one dtype; contiguous.
     """
 
     def __init__(
         self,
+        hidden: int,
+        num_rows: Sequence[int],
         weights: Sequence[torch.Tensor],
+        formats: Sequence[int | None],
         biases: Sequence[torch.Tensor | None],
         norms: Sequence[tuple[torch.Tensor, float, str] | None],
         head_width: int,
@@ -261,15 +268,17 @@ class Projections:
     ) -> None:
         self._kept = (*weights, *biases, *norms)
         self.head_width = head_width
-        self.num_rows = [len(weight) for weight in weights]
+        self.num_rows = num_rows
         self.epsilons = [0.0 if norm is None else norm[1] for norm in norms]
         of_norms = [None if norm is None else norm[0] for norm in norms]
         self.addresses = (
-            *(weights[0].shape[1], head_width, rotated_width),
+            *(hidden, head_width, rotated_width),
             *(0 if weight is None else len(weight) for weight in of_norms),
             *(0 if norm is None else NORM_STYLES[norm[2]] for norm in norms),
             *map(_address, (*of_norms, *weights, *biases)),
-            *self.num_rows,
+            *num_rows,
+            *(_ROWS if number is None else number for number in formats),
+            *(weight.stride(0) * weight.element_size() for weight in weights),
         )
 
 

@@ -251,7 +251,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 36; }
+int expertly_products_version(void) { return 37; }
 
 /* Tables to decode with, as GRIDS has them, before anything is decoded. */
 int expertly_products_grids(const char *bytes, int64_t nbytes) {
@@ -694,9 +694,12 @@ int expertly_projections(int level, int dtype, int num_threads, const projection
     for (int i = 0; i < 3; i++) {
         task one = all;
         one.weights = p->weights[i];
+        const int format = (int)p->formats[i];
+        if (format != ROWS && !has_tiles(set, format, format, NO_DOWN, dtype, 1, p->num_rows[i], p->hidden, p->row_nbytes[i])) return -1;
         const dots job = {
-            .format = ROWS, .dtype = dtype, .num_matrices = 1, .num_neurons = p->num_rows[i], .width = p->hidden,
-            .row_nbytes = p->hidden * itemsize_of(dtype), .bias = p->bias[i], .out = p->out[i], .out_rows = p->num_tokens, .tasks = &one,
+            .format = format, .up_format = format, .dtype = dtype, .num_matrices = 1, .num_neurons = p->num_rows[i],
+            .width = p->hidden, .block_size = block_size(NO_DOWN), .row_nbytes = p->row_nbytes[i], .bias = p->bias[i],
+            .out = p->out[i], .out_rows = p->num_tokens, .tasks = &one,
         };
         if (run_dots(set, job, 1, (inputs){p->x, p->x_nbytes, p->num_tokens, NULL}, num_threads)) return -1;
         if (i == 2) break;

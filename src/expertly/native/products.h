@@ -347,9 +347,9 @@ typedef struct {
     char *out[3];            /* [n, rows] */
     int64_t hidden, head_width, rotated_width, norm_width[2], norm_style[2];
     const char *norms[2];    /* [norm_width] each, or NULL */
-    const char *weights[3];  /* [rows, H] */
+    const char *weights[3];  /* [rows, H], or in a format blocks of 16 rows */
     const char *bias[3];     /* [rows], or NULL */
-    int64_t num_rows[3];
+    int64_t num_rows[3], formats[3], row_nbytes[3]; /* ROWS or a format; from row to row, or from block to block */
     const float *factors;    /* [key heads, head_width]: places take CODES, of keys over these; or NULL */
     char *places[2];         /* the KV cache's room for these keys and values, [B, heads, n / B, head_width]; or NULL */
     int64_t num_sequences, place_strides[2][2]; /* bytes from sequence to sequence and from head to head, of each */
