@@ -19,7 +19,7 @@ class _Halves(TiledFormat):
     group = 32
     tile_nbytes = TILE_OUTPUTS * 64
 
-    def __init__(self, type: str, kernel: int, dtype: torch.dtype, item_nbytes: int) -> None:
+    def __init__(self, type: str, kernel: int, dtype: str, item_nbytes: int) -> None:
         """`type`: GGUF's name of it. `item_nbytes`: of an output at a time."""
         self.name, self.type, self.kernel = type.lower(), type, kernel
         self._dtype, self._item_nbytes = dtype, item_nbytes
@@ -35,7 +35,7 @@ class _Halves(TiledFormat):
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
         items = tiles.unflatten(-1, (-1, TILE_OUTPUTS, self._item_nbytes)).transpose(-2, -3)
-        return items.flatten(-2).contiguous().view(self._dtype).float()
+        return items.flatten(-2).contiguous().view(getattr(torch, self._dtype)).float()
 
 
-HALVES = _Halves("BF16", 25, torch.bfloat16, 4), _Halves("F16", 26, torch.float16, 2)
+HALVES = _Halves("BF16", 25, "bfloat16", 4), _Halves("F16", 26, "float16", 2)
