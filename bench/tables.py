@@ -4,8 +4,8 @@
 
 A Gemma 4 of random weights, whose per-layer embeddings are the table. `resident`: it is in memory, as other weights
 are; `rows`: it is read by row, as by default. Each in a process and a memory cgroup of its own, in turns; the first
-tokens are not timed. `to_resident`: tokens a second over those of the resident one, the median of the rounds; the tokens are
-the same. Bound: 0.95, and the smaller cgroup is too small for the resident table.
+tokens are not timed. `to_resident`: tokens a second over those of the resident one, the median of the rounds. The
+tokens are the same. Bound: 0.95, and the smaller cgroup is too small for the resident table.
 """
 
 from __future__ import annotations
