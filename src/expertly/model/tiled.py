@@ -107,19 +107,18 @@ class TiledEmbedding(TiledLayer, nn.Embedding):  # type: ignore[override]
         is_usual = kernels is not None and input.is_cpu and tiles.is_cpu and not input.is_floating_point()
         if kernels is None or not is_usual or not ids.numel() or torch.compiler.is_compiling():
             return embedding(input, self.weight, self.padding_idx)
-        if int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings:
+        places = dict[int, list[int]]()  # of the tokens in each block
+        tokens = ids.tolist()
+        for place, token in enumerate(tokens):
+            places.setdefault(token // TILE_OUTPUTS, []).append(place)
+        if min(tokens) < 0 or max(tokens) >= self.num_embeddings:
             raise IndexError("index out of range in self")  # torch's words
-        numbers, places = torch.unique(ids // TILE_OUTPUTS, return_inverse=True)
-        rows = places * TILE_OUTPUTS + ids % TILE_OUTPUTS  # among those of the blocks that are decoded
-        out = torch.empty(len(ids), width, dtype=self._expertly_dtype)
-        first = 0
-        for some in numbers.split(self._blocks_at_once):
-            decoded = torch.empty(TILE_OUTPUTS * len(some), width, dtype=self._expertly_dtype)
-            for block, weight in zip(some.tolist(), decoded.split(TILE_OUTPUTS), strict=True):
-                kernels.tile_decode(self._expertly_format.kernel, tiles[block].data_ptr(), weight)
-            is_here = (rows >= first) & (rows < first + len(decoded))
-            out[is_here] = decoded[rows[is_here] - first]
-            first += len(decoded)
+        out, form = torch.empty(len(tokens), width, dtype=self._expertly_dtype), self._expertly_format
+        decoded = torch.empty(TILE_OUTPUTS, width, dtype=self._expertly_dtype)
+        for block, some in places.items():
+            kernels.tile_decode(form.kernel, tiles[block].data_ptr(), decoded)
+            for place in some:
+                out[place] = decoded[tokens[place] % TILE_OUTPUTS]
         return out.view(*input.shape, width)
 
 
