@@ -50,6 +50,40 @@ def test_each_family_writes_what_generate_writes(family: str, tmp_path: Path) ->
     expertly.unload(model)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "qwen3_next", "lfm2_moe", "jamba"])
+def test_a_second_turn_reads_only_what_is_new(family: str, tmp_path: Path) -> None:
+    """Of a cache that is cut, and of states that cannot be cut and go on. Jamba's begin anew, and gpt-oss's windows
+    have no pages to share. Who asks something else in between is answered as by `generate`.
+    """
+    torch.set_num_threads(1)
+    folder = make_checkpoint(family, tmp_path / family, tokenizer=True)
+    model, tokenizer = expertly.load(str(folder), memory="50%", device="cpu", dtype="float32")
+    reference = load_reference(folder)
+    with served(model, tokenizer, room_for(context=256, max_running=4), name=family) as serving:
+
+        def ask(tokens: list[int]) -> tuple[list[int], int]:
+            """The answer, and how many tokens of the prompt were computed."""
+            before = expertly.stats(model).as_dict()["phases"]
+            ids = torch.tensor([tokens])
+            expected = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+            written = expected[0, len(tokens) :].tolist()
+            answer = serving.complete(tokens, 8, model=family)
+            assert answer.choices[0].text == tokenizer.decode(written, skip_special_tokens=True)
+            after, counts = expertly.stats(model).as_dict()["phases"], answer.usage.prompt_tokens_details
+            num_read = sum(after[phase]["tokens"] - before[phase]["tokens"] for phase in after) - (len(written) - 1)
+            assert num_read == len(tokens) - counts.cached_tokens, "what it says is what it did"
+            return written, num_read
+
+        first = [3 + number % 50 for number in range(70)]
+        second = [*first, *ask(first)[0], *range(5, 40)]
+        assert ask(second)[1] == (len(second) if family in ("gpt_oss", "jamba") else 36), "35, and the answer's last"
+        if family == "deepseek_v3":  # another end of what was said
+            assert ask([*second[:90], 7, 8])[1] == 2
+        ask([9, 8, 7, 6])
+        ask(second)
+    expertly.unload(model)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])  # many in one pass, and one at a time
 @pytest.mark.parametrize("is_special", [False, True])
 def test_stop_strings_of_the_models_config_end_texts(family: str, is_special: bool, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import expertly
 from expertly.cli.output import in_brackets
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_number, format_seconds, format_share
-from expertly.model.generation import NUM_DRAFTED, generate, generation_config, max_positions
+from expertly.model.generation import NUM_DRAFTED, KeptCache, generate, generation_config, max_positions
 from expertly.model.hooks import CACHE
 from expertly.model.loading import tokenizer_errors
 from expertly.model.prompts import has_template, tokens_of
@@ -83,8 +82,7 @@ class Chat:
         self._sampling = sampling
         self._renderer = Renderer()
         weakref.finalize(self, self._renderer.sandbox.close)
-        self._cache: Any = None
-        self._cached: list[int] = []  # the tokens that the cache holds
+        self._kept = KeptCache(model)
         self._said: list[int] = []  # all tokens up to the last answer's end
         self._said_before: list[list[int]] = []  # the same before each answer
         self._num_retried = 0
@@ -119,7 +117,6 @@ class Chat:
             self.messages = [message for message in self.messages if message["role"] == "system"]
         else:
             self.messages = [{"role": "system", "content": instruction}] if instruction else []
-        self._forget()
         self._said, self._said_before = [], []
 
     def _tokens(self) -> list[int]:
@@ -145,7 +142,7 @@ class Chat:
         if room < 1:
             accepted = f"fewer than {positions}, the model's positions (in a chat, /clear begins anew)"
             raise ConfigError(f"prompt: {len(tokens)} tokens with what was said before; accepted: {accepted}")
-        num_cached = self._keep_prefix(tokens)
+        cache, num_cached = self._kept.take(tokens)
         config = generation_config(model, room, sampling.temperature, sampling.top_p)
         config.return_dict_in_generate = True
         config.prompt_lookup_num_tokens = NUM_DRAFTED if sampling.looks_up else None
@@ -154,7 +151,6 @@ class Chat:
         streamer = TextStreamer(self._decode, write)
         before, start_ns = expertly.stats(model).as_dict(), time.perf_counter_ns()
         with _stopped_by_interrupt() as stop:
-            cache, self._cache, self._cached = self._cache, None, []  # what fails half-way leaves none
             made = generate(
                 model,
                 tokens,
@@ -163,11 +159,8 @@ class Chat:
                 streamer=streamer,
                 stopping_criteria=[lambda ids, scores: torch.full(ids.shape[:1], stop.is_set(), device=ids.device)],
             )
-        # A recurrent state goes on by one token at a time, or begins anew: not by a message of several.
-        is_recurrent = any(hasattr(layer, "conv_states") for layer in getattr(getattr(made, CACHE), "layers", ()))
-        self._cache = None if is_recurrent else getattr(made, CACHE)
+        self._kept.keep(made)
         self._said = made.sequences[0].tolist()
-        self._cached = self._said[:-1]  # the last token was not computed with
         seconds = (time.perf_counter_ns() - start_ns) / 1e9
         after, times = expertly.stats(model).as_dict(), streamer.times_ns
         was, now = before["phases"]["decode"], after["phases"]["decode"]
@@ -187,22 +180,6 @@ class Chat:
             was_stopped=stop.is_set(),
             rounded_to=None if after["rounding"] is None else after["rounding"]["to"],
         )
-
-    def _keep_prefix(self, tokens: list[int]) -> int:
-        """Cut the KV cache to the tokens that it shares with `tokens[:-1]`; returns how many those are."""
-        pairs = zip(self._cached, tokens[:-1], strict=False)
-        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if self._cache is not None and num_same < len(self._cached):
-            try:
-                self._cache.crop(num_same - len(self._cached))  # below 0: so many go
-            except (AttributeError, NotImplementedError, RuntimeError, ValueError):  # of a kind that cannot go back
-                self._forget()
-                return 0
-        self._cached = self._cached[:num_same]
-        return num_same if self._cache is not None else 0
-
-    def _forget(self) -> None:
-        self._cache, self._cached = None, []
 
     def _decode(self, tokens: list[int]) -> str:
         return self._text(tokens, skip_special_tokens=True)

@@ -22,7 +22,8 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from transformers.generation.logits_process import LogitsProcessorList
 
 from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError
-from expertly.model.generation import generation_config
+from expertly.model.generation import KeptCache, generation_config
+from expertly.model.hooks import CACHE
 from expertly.model.kv_codes import use_coded_pages
 from expertly.model.structure import first_line
 from expertly.model.turns import Turns
@@ -319,12 +320,16 @@ class _ChoosingProcessor:
 
 
 class OneAtATime:
-    """For families that cannot share a forward pass: each request is one call of `generate`, in a thread."""
+    """For families that cannot share a forward pass: each request is one call of `generate`, in a thread. What the last
+    one left in its KV cache the next one does not compute again.
+    """
 
     def __init__(self, model: Any, choose: Choose, failed: Failed) -> None:
         self._model, self._choose, self._failed = model, choose, failed
         self._entries: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._wanted: set[str] = set()  # names of requests that have not ended, and that nobody cancelled
+        self._kept = KeptCache(model)
+        self._num_cached: dict[str, int] = {}
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="expertly-serve-generate", daemon=True)
         self._thread.start()
@@ -335,12 +340,13 @@ class OneAtATime:
 
     def cancel(self, name: str) -> None:
         self._wanted.discard(name)
+        self._num_cached.pop(name, None)
 
     def num_cached(self, name: str) -> int:
-        return 0
+        return self._num_cached.pop(name, 0)
 
     def free_share(self) -> float:
-        return 1.0  # each call of `generate` has a cache of its own
+        return 1.0  # it is the running request's
 
     def num_preempted(self) -> int:
         return 0
@@ -360,6 +366,7 @@ class OneAtATime:
                 if entry.name in self._wanted:
                     self._generate(entry)
             except Exception as error:  # of any kind: this request fails
+                self._num_cached.pop(entry.name, None)
                 if entry.name in self._wanted:
                     self._failed([entry.name], [], error)
             self._wanted.discard(entry.name)
@@ -375,14 +382,18 @@ class OneAtATime:
 
         config = _greedy_config(self._model, entry.max_new_tokens)
         config.eos_token_id = list(entry.end_tokens) or None
+        config.return_dict_in_generate = True
         prompt = torch.tensor([list(entry.prompt)], device=self._model.device)
-        self._model.generate(
+        cache, self._num_cached[entry.name] = self._kept.take(entry.prompt)
+        made = self._model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             generation_config=config,
+            **{CACHE: cache},
             logits_processor=LogitsProcessorList([choose]),
             stopping_criteria=StoppingCriteriaList([must_stop]),
         )
+        self._kept.keep(made)
 
 
 # -- can a family share forward passes? --------------------------------------------------------------------------------

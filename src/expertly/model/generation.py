@@ -7,14 +7,17 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.cache_utils import Cache
 
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.untrusted import CONFIG, GENERATION, read_json_object
+from expertly.model.hooks import CACHE
 from expertly.model.structure import first_line, quiet
 
 FILE_NAME = "generation_config.json"
@@ -172,6 +175,41 @@ def generate(model: Any, tokens: Sequence[int], config: Any, **more: Any) -> Any
             raise ConfigError(problem) from error
         name = FILE_NAME if "generation" in module else "config.json"
         raise CheckpointError(f"{model.config.name_or_path}: {name}: transformers refuses it: {reason}") from error
+
+
+_GO_ON = ("lfm2_moe", "qwen3_next") if hasattr(Cache, "is_recording_past") else ()
+"""Families whose recurrent states go on by several tokens at a time, in a transformers whose caches can say so. Others,
+as Jamba's, go on by one token, or begin anew.
+"""
+
+
+class KeptCache:
+    """The KV cache of the last text, for the next one that begins alike."""
+
+    def __init__(self, model: Any) -> None:
+        self._goes_on = model.config.get_text_config().model_type in _GO_ON
+        self._cache: Any = None
+        self._tokens: list[int] = []  # that it holds
+
+    def take(self, tokens: Sequence[int]) -> tuple[Any, int]:
+        """The cache, cut to what it shares with `tokens[:-1]`, and how many tokens those are; None and 0 where there is
+        nothing, or a layer cannot go back that far. From then on it is the caller's.
+        """
+        cache, kept = self._cache, self._tokens
+        self._cache, self._tokens = None, []
+        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(kept, tokens[:-1], strict=False)))
+        if cache is not None and num_same < len(kept):
+            try:
+                cache.crop(num_same - len(kept))  # below 0: so many go
+            except (AttributeError, NotImplementedError, RuntimeError, ValueError):  # of a kind that cannot go back
+                cache = None
+        return (None, 0) if cache is None or not num_same else (cache, num_same)
+
+    def keep(self, made: Any) -> None:
+        """Keep that of an answer, as `generate` returns it in a dictionary."""
+        cache, tokens = getattr(made, CACHE), made.sequences[0].tolist()
+        if self._goes_on or not any(hasattr(layer, "conv_states") for layer in getattr(cache, "layers", ())):
+            self._cache, self._tokens = cache, tokens[:-1]  # the last token was not computed with
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, name: str = "prompt") -> None:
