@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ class _Answer:
 
     prefix = kind = kind_of_chunk = ""
     done = b"data: [DONE]\n\n"  # ends a stream
+    _choice: Callable[[int, Sequence[Delta]], Json]
     failure = staticmethod(ApiError.body)  # makes the last event of a stream that failed
 
     def __init__(self, asked: ChatRequest | CompletionRequest, prompts: Prompts, request: ServedRequest) -> None:
@@ -49,7 +50,6 @@ class _Answer:
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 
     async def whole(self) -> Json:
-        """The whole answer, once it is there."""
         deltas: list[list[Delta]] = [[] for _ in self.request.texts]
         async for delta in self.request:
             deltas[delta.index].append(delta)
@@ -59,9 +59,6 @@ class _Answer:
     def last_chunks(self) -> list[Json]:
         """The chunk with the usage, where the client asked for it."""
         return [self._chunk() | {"usage": usage(self.request)}] if self._null else []
-
-    def _choice(self, index: int, deltas: Sequence[Delta]) -> Json:
-        raise NotImplementedError
 
     def _chunk(self, *choices: Json) -> Json:
         return {**self._head, "object": self.kind_of_chunk, "choices": list(choices), **self._null}
@@ -75,7 +72,6 @@ class ChatAnswer(_Answer):
         self._num_calls: dict[int, int] = {}
 
     def chunks(self, delta: Delta) -> list[Json]:
-        """The chunks of a stream for `delta`."""
         chunks = []
         if delta.index not in self._num_calls:
             self._num_calls[delta.index] = 0
@@ -150,7 +146,6 @@ class CompletionAnswer(_Answer):
         self._offsets = [0] * len(request.texts)
 
     def chunks(self, delta: Delta) -> list[Json]:
-        """The chunks of a stream for `delta`."""
         if not (delta.text or delta.reason is not None or delta.index in self._echo):
             return []
         return [self._chunk(self._choice(delta.index, [delta]))]
@@ -183,6 +178,9 @@ class BlockAnswer:
     """An answer as blocks: what was thought, its text, each tool call. A whole one is what its stream has told."""
 
     done = b""
+    _begun: Callable[[AnswerPart], list[Json]]  # adds a block for a part and those that follow
+    _added: Callable[[AnswerPart], Json]  # adds a part to the open block
+    _ended: Callable[[], list[Json]]  # completes the last block
 
     def __init__(self, request: ServedRequest) -> None:
         self.request = request
@@ -191,7 +189,6 @@ class BlockAnswer:
         self._open = ""  # the kind of the parts that come to the last block, while more may come
 
     def chunks(self, delta: Delta) -> list[Json]:
-        """The events for `delta`."""
         events: list[Json] = []
         for part in self.request.parts(delta):
             if part.kind != self._open:
@@ -206,18 +203,6 @@ class BlockAnswer:
         """The events that end the open block; none where none is open."""
         kind, self._open = self._open, ""
         return self._ended() if kind else []
-
-    def _begun(self, part: AnswerPart) -> list[Json]:
-        """Add a block for `part` and those that follow."""
-        raise NotImplementedError
-
-    def _added(self, part: AnswerPart) -> Json:
-        """Add a part to the open block."""
-        raise NotImplementedError
-
-    def _ended(self) -> list[Json]:
-        """Complete the last block."""
-        raise NotImplementedError
 
 
 def _finite(logprob: float | None) -> float:

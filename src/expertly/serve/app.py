@@ -53,10 +53,6 @@ def _add_state(app: FastAPI, service: Service, view: View) -> None:
     html, headers = dashboard_page()
     get = partial(app.api_route, methods=["GET", "HEAD"])
 
-    @get("/")
-    async def dashboard() -> Response:
-        return HTMLResponse(html, headers=headers)
-
     @get("/health")
     async def health() -> Response:
         if scheduler.problem is not None:
@@ -78,17 +74,10 @@ def _add_state(app: FastAPI, service: Service, view: View) -> None:
         service.check_model(name)
         return JSONResponse(service.about | {"id": name})
 
-    @get("/v1/experts")
-    def experts() -> Response:
-        return JSONResponse(view.experts())
-
-    @get("/v1/state")
-    def state() -> Response:
-        return JSONResponse(view.state())
-
-    @get("/metrics")
-    def metrics() -> Response:
-        return Response(view.metrics(), media_type=CONTENT_TYPE_LATEST)
+    get("/")(lambda: HTMLResponse(html, headers=headers))
+    get("/v1/experts")(lambda: JSONResponse(view.experts()))
+    get("/v1/state")(lambda: JSONResponse(view.state()))
+    get("/metrics")(lambda: Response(view.metrics(), media_type=CONTENT_TYPE_LATEST))
 
 
 def _add_texts(app: FastAPI, service: Service, bodies: Bodies) -> None:

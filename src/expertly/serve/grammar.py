@@ -8,7 +8,10 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import llguidance.hf
+from llguidance import LLMatcher, LLParserLimits
 
 from expertly.core.errors import ConfigError
 from expertly.core.untrusted import Bounds, check_value
@@ -17,9 +20,6 @@ from expertly.model.answers import AnswerFormat, Stage
 from expertly.model.sandbox import Sandbox
 from expertly.serve.errors import invalid
 from expertly.serve.schema import Constraint, Tool
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 BOUNDS = Bounds(256 << 10, depth=48, items=1024, text=16 << 10)
 """What a schema may have at most: of a constant of 20 000 characters each token takes 0.02 s."""
@@ -200,8 +200,7 @@ class Grammars:
 
     def _compiled(self, param: str, make: Callable[[Stage], str], stage: Stage) -> LLMatcher:
         """Compiles it in the sandbox, without the reasoning, and then here. Raises ApiError."""
-        library, tokenizer = self._library(param)
-        text = make(stage)
+        tokenizer, text = self._library(param), make(stage)
         if len(text) > BOUNDS.nbytes:
             raise invalid(f"{param}: a grammar of {len(text)} characters; accepted: {BOUNDS.nbytes}", param)
         try:
@@ -210,9 +209,8 @@ class Grammars:
         except ConfigError as error:
             raise invalid(f"{param}: cannot be kept: compiling it {error}", param) from None
         if letter == b"T":
-            grammar = library.LLMatcher.grammar_from_lark(_NO_FORCING + text)
-            limits = library.LLParserLimits(verbose_errors=False)
-            matcher: LLMatcher = library.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
+            grammar, limits = LLMatcher.grammar_from_lark(_NO_FORCING + text), LLParserLimits(verbose_errors=False)
+            matcher = LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
             if not matcher.is_error():
                 return matcher
             problem = matcher.get_error()
@@ -221,26 +219,21 @@ class Grammars:
         reason = " ".join(problem.rpartition("failed to compile JSON schema: ")[2].split())
         raise invalid(f"{param}: cannot be kept: {reason}", param)
 
-    def _library(self, param: str) -> tuple[Any, Any]:
-        try:
-            import llguidance
-            import llguidance.hf
-
-            if not self._ends:
-                raise ValueError("the model has no token that ends a text")
-            if self._of_library is None:
+    def _library(self, param: str) -> Any:
+        """The tokenizer as the library has it. Raises ApiError."""
+        if self._of_library is None:
+            try:
+                if not self._ends:
+                    raise ValueError("the model has no token that ends a text")
                 make = llguidance.hf.from_tokenizer
                 known = make(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends)
-                added = self._tokenizer.get_added_vocab().items()
-                self._tokens = {name: token for name, token in added if known.is_special_token(token)}
-                self._of_library = known
-        except ImportError:
-            problem = "the server has no llguidance; `pip install 'expertly[serve]'` brings it"
-        except ValueError as error:
-            problem = f"the model's tokenizer cannot be constrained: {error}"
-        else:
-            return llguidance, self._of_library
-        raise invalid(f"{param}: cannot be had: {problem}", param, "unsupported_value")
+            except ValueError as error:
+                sentence = f"{param}: cannot be had: the model's tokenizer cannot be constrained: {error}"
+                raise invalid(sentence, param, "unsupported_value") from None
+            added = self._tokenizer.get_added_vocab().items()
+            self._tokens = {name: token for name, token in added if known.is_special_token(token)}
+            self._of_library = known
+        return self._of_library
 
 
 def _schema_text(schema: dict[str, Any], param: str, **options: str) -> str:

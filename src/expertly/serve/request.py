@@ -82,7 +82,6 @@ class Text:
         self._decoder = Decoder(self.request.decode)
 
     def add(self, choice: SampledToken) -> Delta:
-        """Add a token that the model has written."""
         self.tokens.append(choice.token)
         is_scripted = len(self.tokens) <= len(self.sampling.script)
         is_end = choice.token in self.ends
@@ -121,7 +120,6 @@ class ServedRequest:
     def add(
         self, prompt: Sequence[int], max_tokens: int, ends: Sequence[int], sampling: Sampling, stops: Sequence[str]
     ) -> None:
-        """One more text."""
         self.texts.append(Text(self, len(self.texts), prompt, max_tokens, ends, sampling, StopStrings(stops)))
 
     def parts(self, delta: Delta) -> list[AnswerPart]:

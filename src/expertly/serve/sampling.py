@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from llguidance import LLMatcher
 
 from expertly.core.errors import NAN_REASONS, NanError
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 _COLDEST = 1e-4  # below this temperature only the likeliest token has a probability that a float distinguishes from 0
 

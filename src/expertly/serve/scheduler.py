@@ -159,7 +159,6 @@ class RequestScheduler:
             self._loop.call_soon_threadsafe(call, *args)
 
     def _take(self, choices: Sequence[tuple[str, SampledToken]]) -> None:
-        """Handle the tokens of a forward pass."""
         for name, choice in choices:
             text = self.running.get(name)
             if text is None:

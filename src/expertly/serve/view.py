@@ -34,7 +34,6 @@ class View(Collector):
         scheduler.metrics.registry.register(self)
 
     def metrics(self) -> bytes:
-        """The text that Prometheus reads."""
         return generate_latest(self._scheduler.metrics.registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -70,7 +69,6 @@ class View(Collector):
         return {"object": "experts", **{name: stats[name] for name in names}, "layers": layers}
 
     def state(self) -> dict[str, Any]:
-        """The server's numbers now."""
         stats, scheduler = self.stats(), self._scheduler
         ahead, needed = (sum(counts[name] for counts in stats["phases"].values()) for name in _PREFETCHES)
         return {
