@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import shlex
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx
 import openai
+import pydantic
 import pytest
 
 from expertly.serve.messages import CountRequest
@@ -32,6 +34,7 @@ TEMPLATE = (
 )
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 WEATHER: Any = {"name": "weather", "description": "of a city", "input_schema": CITY}
+OBJECT = {"type": "json_schema", "schema": CITY | {"additionalProperties": False}}
 SEARCH: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 SAYS = '[THINK]Oslo is far.[/THINK]I look. CALL{"name": "weather", "arguments": {"city": "Oslo"}}END'
 
@@ -150,6 +153,18 @@ def result(**more: Any) -> dict[str, Any]:
 UNSEEN = "[image left out: this model reads only text]"
 
 
+FOUND = {"type": "search_result", "title": "Oslo", "source": "https://a.no", "content": [TEXT | {"text": "Rain."}]}
+NOTES = {"type": "document", "title": "Notes", "source": {"type": "text", "data": "It is wet."}}
+PAGE = {"type": "web_search_result", "title": "Oslo", "url": "https://a.no", "encrypted_content": "eA=="}
+FAILED = {"type": "web_search_tool_result_error", "error_code": "unavailable"}
+SEARCHED = [
+    {"type": "server_tool_use", "id": "2", "name": "web_search", "input": {"query": "Oslo"}},
+    {"type": "web_search_tool_result", "tool_use_id": "2", "content": [PAGE]},
+    {"type": "web_search_tool_result", "tool_use_id": "2", "content": FAILED},
+    TEXT,
+]
+
+
 def turn(role: str, *blocks: Any) -> dict[str, Any]:
     return {"role": role, "content": list(blocks)}
 
@@ -175,6 +190,14 @@ def turn(role: str, *blocks: Any) -> dict[str, Any]:
         (None, [turn("user", TEXT, result(), result(is_error=True))], "<tool>rain\n<tool>Error: rain\n<user>Hello\n"),
         (None, [turn("user", result(content=[TEXT, TEXT]), result(content=None))], "<tool>Hello\n\nHello\n<tool>\n"),
         (None, [turn("user", result(content=[{"type": "image", "source": {}}]))], f"<tool>{UNSEEN}\n"),
+        (None, [turn("user", result(content=[FOUND, TEXT]))], "<tool>Oslo\nhttps://a.no\nRain.\n\nHello\n"),
+        (None, [turn("user", FOUND, NOTES)], "<user>Oslo\nhttps://a.no\nRain.\n\nNotes\nIt is wet.\n"),
+        (
+            None,
+            [turn("user", TEXT), turn("assistant", *SEARCHED), turn("user", TEXT)],
+            '<user>Hello\n<assistant>web_search: {"query": "Oslo"}\n\nOslo\nhttps://a.no\n\nunavailable\n\nHello\n'
+            "<user>Hello\n",
+        ),
     ],
 )
 def test_what_agents_send_is_a_chat(demo: tuple[Any, Any], system: Any, turns: Any, text: str) -> None:
@@ -202,6 +225,12 @@ def test_what_agents_send_is_a_chat(demo: tuple[Any, Any], system: Any, turns: A
         ),
         ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice: 'required' .*ignored"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: "),
+        (
+            {"messages": [turn("user", NOTES | {"title": None, "source": {"type": "base64", "data": "eA=="}})]},
+            "document",
+        ),
+        ({"messages": [turn("user", TEXT), turn("assistant", TEXT)], "output_format": OBJECT}, "messages: .*no schema"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
         ({"messages": [turn("user", {"type": "text", "text": "far " * 2000})]}, "prompt is too long: "),
     ],
 )
@@ -209,6 +238,20 @@ def test_an_error_names_the_field(serving: Serving, wrong: dict[str, Any], named
     with pytest.raises(anthropic.BadRequestError, match=named) as raised:
         client_of(serving).post("/v1/messages", body=asked() | wrong, cast_to=object)
     assert raised.value.type == "invalid_request_error"
+
+
+def test_an_answer_follows_a_schema_by_each_of_its_names(demo: tuple[Any, Any]) -> None:
+    class City(pydantic.BaseModel):
+        city: Literal["Oslo", "Rome"]
+
+    with saying(demo, "I do not know.") as serving:
+        client = client_of(serving)
+        for messages in (client.messages, client.beta.messages):
+            parsed: Any = messages.parse(**asked(), output_format=City)
+            assert parsed.parsed_output.city in ("Oslo", "Rome")
+        for field in ({"output_format": OBJECT}, {"output_config": {"format": OBJECT}}):
+            (text,) = client.messages.create(**asked(), extra_body=field).content
+            assert json.loads(text.text)["city"] in ("Oslo", "Rome")
 
 
 def test_errors_have_the_form_that_the_client_knows(demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

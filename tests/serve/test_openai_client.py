@@ -250,4 +250,4 @@ def test_errors_are_openais(serving: Serving, param: str) -> None:
     assert (raised.value.type, raised.value.param) == ("invalid_request_error", param)
     assert param in raised.value.message and "Value error" not in raised.value.message
     if param.endswith(".type"):
-        assert "'image_url' cannot be read by this server; accepted: text, " in raised.value.message
+        assert "should be 'text', 'input_text' or 'output_text', not \"image_url\"" in raised.value.message

@@ -23,6 +23,7 @@ from tests.serve.scripted import scripted
 
 SAID = [{"role": "user", "content": "Hello"}]
 FUNCTION = {"type": "function", "function": {"name": "f"}}
+BEGUN = {"messages": [*SAID, {"role": "assistant", "content": "{"}], "continue_final_message": True}
 
 
 def post(serving: Serving, path: str, **body: Any) -> httpx.Response:
@@ -48,6 +49,14 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"temperature": 2.5}, "temperature", "less than or equal to 2, not 2.5"),
     ("chat/completions", {"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content.0", 'not "a"'),
     ("chat/completions", {"continue_final_message": True}, "continue_final_message", "an assistant's text"),
+    ("chat/completions", BEGUN | {"response_format": {"type": "json_object"}}, "continue_final_message", "no schema"),
+    ("chat/completions", BEGUN | {"structured_outputs": {"regex": "a"}}, "continue_final_message", "no schema"),
+    ("chat/completions", BEGUN | {"tools": [FUNCTION], "tool_choice": "any"}, "continue_final_message", "forced call"),
+    ("chat/completions", {"messages": [SAID[0] | {"prefix": True}]}, "messages.0.prefix", "use continue_final_message"),
+    *(
+        ("chat/completions", {"chat_template_kwargs": {name: []}}, f"chat_template_kwargs.{name}", "the request")
+        for name in ("messages", "tools", "self", "conversations", "add_generation_prompt", "continue_final_message")
+    ),
     ("responses", {"input": "a " * 600}, "input", "accepted: 512 together"),
     ("responses", {"input": None}, "input", "a valid string or a valid list, not null"),
     ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format.json_schema", "or schema"),
@@ -64,6 +73,54 @@ def test_an_error_names_field_value_and_what_is_accepted(
     error = got.json()["error"]
     assert (got.status_code, error["param"]) == (400, param)
     assert error["message"].startswith(f"{param}: ") and said in error["message"]
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": SAID, "max_tokens": 4},
+    "completions": {"prompt": "a", "max_tokens": 4},
+    "responses": {"input": "a", "max_output_tokens": 4},
+    "messages": {"messages": SAID, "max_tokens": 4},
+}
+OWN = {
+    "chat/completions": "n logprobs top_logprobs max_tokens max_completion_tokens response_format structured_outputs"
+    " reasoning_effort chat_template_kwargs tools messages",
+    "completions": "n logprobs max_tokens response_format structured_outputs echo prompt best_of",
+    "responses": "max_output_tokens reasoning instructions tools chat_template_kwargs",
+    "messages": "max_tokens system stop_sequences thinking tools output_format messages",
+}
+"""Fields of each API that others have not."""
+
+ASKS = (
+    "allowed_token_ids bad_words min_tokens prompt_logprobs truncate_prompt_tokens json_schema grammar guided_json"
+    " n_predict max_new_tokens typical_p mirostat repeat_penalty length_penalty no_repeat_ngram_size use_beam_search"
+    " include_stop_str_in_output skip_special_tokens chat_template documents enable_thinking audio"
+    " mcp_servers functions function_call background previous_response_id conversation suffix "
+) + " ".join(OWN.values())
+
+
+@pytest.mark.parametrize("path", WHOLE)
+def test_a_field_that_would_change_the_answer_is_honoured_or_refused(demo: tuple[Any, Any], path: str) -> None:
+    """In all APIs by one rule. What changes nothing is accepted: null, the default, and fields about the client."""
+    with running(scripted(assembled_for(*demo), "Hello there", demo[1])) as serving:
+        refused = set(ASKS.split()) - set(OWN[path].split())
+        for name in refused:
+            for value in (False,) if name == "skip_special_tokens" else (5, 0) if name == "prompt_logprobs" else (5,):
+                got = post(serving, f"/v1/{path}", **WHOLE[path], **{name: value})
+                assert got.status_code == 400 and f"{name}: " in got.json()["error"]["message"], name
+        of_client = {"user": "a", "metadata": {"a": "b"}, "store": True, "cache_prompt": True, "service_tier": "auto"}
+        for neutral in (dict.fromkeys(refused), dict.fromkeys(refused & {"n", "typical_p", "repeat_penalty"}, 1)):
+            assert post(serving, f"/v1/{path}", **WHOLE[path], **neutral, **of_client).status_code == 200
+        got = post(serving, f"/v1/{path}", **WHOLE[path], ignore_eos=True).json()["usage"]
+        assert got.get("output_tokens", got.get("completion_tokens")) == 4, "two words, and what would end them"
+
+
+def test_a_grammar_ends_a_text_that_nothing_else_ends(demo: tuple[Any, Any], serving: Serving) -> None:
+    end = {str(demo[1].eos_token_id): 100}
+    got = serving.complete("The sea", 5, logit_bias=end, extra_body={"ignore_eos": True}).choices[0]
+    assert got.finish_reason == "length"
+    wish = {"ignore_eos": True, "structured_outputs": {"choice": ["yes"]}}
+    got = serving.complete("The sea", 5, logit_bias=end, extra_body=wish).choices[0]
+    assert (got.text, got.finish_reason) == ("yes", "stop")
 
 
 @pytest.mark.parametrize("limit", [-1, None, 10**6, 10**12])
@@ -114,6 +171,8 @@ def test_tokens_of_texts_and_back(demo: tuple[Any, Any], serving: Serving) -> No
     strings = demo[1].convert_ids_to_tokens(tokens)
     assert told == {"count": len(tokens), "max_model_len": 512, "tokens": tokens, "token_strs": strings}
     assert post(serving, "/detokenize", tokens=tokens).json() == {"prompt": text}
+    assert post(serving, "/tokenize", prompt="").json() == told | {"count": 0, "tokens": [], "token_strs": None}
+    assert post(serving, "/detokenize", tokens=[]).json() == {"prompt": ""}
     assert post(serving, "/detokenize", tokens=[10**6]).json()["error"]["param"] == "tokens"
     assert post(serving, "/tokenize", prompt="a", model="other").status_code == 404
 

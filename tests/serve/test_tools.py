@@ -133,8 +133,10 @@ def test_the_template_sees_the_conversation(demo: tuple[Any, Any]) -> None:
     tokens, text = asyncio.run(prompts.of_messages([Message.model_validate(one) for one in said], [], {}))
     joined = "{% for c in m.tool_calls or [] %}{{ '>' + c['function']['arguments'] + '<' }}{% endfor %}"
     others = Prompts(demo[1], 8192, "{% for m in messages %}{{ m.thinking }}" + joined + "{% endfor %}")
-    thought = Message.model_validate(said[2] | {"reasoning_content": "Far."})
-    assert asyncio.run(others.of_messages([thought], [], {}))[1] == 'Far.>{"city": "Oslo"}<', "as DeepSeek's, gpt-oss's"
+    for name in ("reasoning_content", "reasoning"):
+        thought = Message.model_validate(said[2] | {name: "Far."})
+        as_text = asyncio.run(others.of_messages([thought], [], {}))[1]
+        assert as_text == 'Far.>{"city": "Oslo"}<', "as DeepSeek's, gpt-oss's"
     others.close()
     prompts.close()
     expected = "system: Be brief\nuser: Oslo?\nassistant: [weather Oslo]\ntool: rain\nassistant: "
@@ -187,8 +189,6 @@ def test_responses_are_the_same_as_items(demo: tuple[Any, Any], monkeypatch: Any
         assert final.output_text == "I look."
         assert [event.sequence_number for event in events] == sorted({event.sequence_number for event in events})
         assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "I look."
-        several = client.responses.create(**asked, extra_body={"n": 2, "logprobs": True})
-        assert [item.type for item in several.output] == ["reasoning", "message", "function_call"], "n has no effect"
         cut = client.responses.create(**(asked | {"max_output_tokens": 3}))
         assert cut.status == "incomplete" and cut.incomplete_details is not None
         for wrong in (

@@ -44,6 +44,19 @@ class Block(schema.Strict):
     content: schema.Result | None = None
     is_error: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_text(cls, block: Any) -> Any:
+        """Documents, and what an assistant's server did by itself, are text for the model."""
+        kind = block.get("type") if isinstance(block, dict) else None
+        of_server = isinstance(kind, str) and kind.endswith(("_tool_use", "_tool_result"))
+        if not (of_server or kind in ("document", "search_result")):
+            return block
+        text = "\n".join(schema.shown(block))
+        if not (of_server or text):
+            raise ValueError(f"type: {kind!r} without text cannot be read by this server; accepted: text in it")
+        return {"type": "text", "text": text}
+
     @model_validator(mode="after")
     def _has_what_its_type_needs(self) -> Block:
         for name in NEEDED.get(self.type, ()):
@@ -113,8 +126,12 @@ class CountRequest(schema.Tuning):
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: schema.Wish | None = None
-    of_chat: ClassVar[dict[str, str]] = {"response_format": "output_config.format"}
-    cannot: ClassVar[dict[str, str]] = schema.Tuning.cannot | {"mcp_servers": "this server calls no others"}
+    output_format: schema.ResponseFormat | None = None  # the older place of output_config.format
+    of_chat: ClassVar[dict[str, str]] = {
+        "response_format": "output_config.format",
+        "continue_final_message": "messages",
+        "tool_choice.function.name": "tool_choice.name",
+    }
 
     def as_chat(self) -> Json:
         """The same request for the chat API."""
@@ -135,7 +152,7 @@ class CountRequest(schema.Tuning):
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "reasoning_effort": "none" if thinking == "disabled" else wish.effort,
             "chat_template_kwargs": None if thinking in (None, "disabled") else thinks,
-            "response_format": wish.format,
+            "response_format": wish.format or self.output_format,
         }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import json
 import logging
 import re
@@ -52,9 +51,6 @@ PLAIN_TEMPLATE = "{%- for message in messages -%}{{ message['content'] | trim }}
 _LANES = ("templates", "prompts", "long-prompts")
 """What waits in one thread for others of its kind, and for nothing else."""
 
-ENDINGS = {"add_generation_prompt", "continue_final_message"}
-"""Parameters of `apply_chat_template` that a request may set."""
-
 Result = TypeVar("Result")
 
 log = logging.getLogger("expertly.serve")
@@ -97,14 +93,11 @@ class Prompts:
         self._joins_arguments = re.search(r"arguments(?:['\"]\])?\s*\+", source) is not None
         words = {*self.special_tokens, *(word.content for word in added.values())}
         self.answers = AnswerFormat(thinks=False) if is_plain else AnswerFormat.of(tokenizer, source, words)
-        self._own_names = set(inspect.signature(tokenizer.apply_chat_template).parameters) - ENDINGS
 
     async def of_messages(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]
     ) -> tuple[list[int], str]:
         """The tokens of a chat, and their text. `variables`: for the template. Raises ApiError if it refuses."""
-        for name in variables.keys() & self._own_names:
-            raise invalid(f"chat_template_kwargs: {name!r} is not the template's; accepted: what the template reads")
         if tools and not self._takes_tools:
             raise invalid("tools: this model's chat template knows none; accepted: no tools", "tools")
         self._check_length(sum(len(message.text) for message in messages), "messages")
@@ -134,7 +127,7 @@ class Prompts:
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raises ApiError where one is not in the vocabulary."""
         try:
-            check_tokens(tokens, self.vocabulary, param)
+            check_tokens(tokens or [0], self.vocabulary, param)
         except ConfigError as error:
             raise invalid(str(error), param) from None
 

@@ -37,7 +37,7 @@ class InputResult(schema.Strict):
 
 
 def _kind(value: Any, default: str) -> str:
-    return str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default))
+    return str(value.get("type", default)) if isinstance(value, dict) else default
 
 
 def _type_of(item: Any) -> str:
@@ -103,13 +103,6 @@ class ResponsesRequest(schema.Tuning):
     chat_template_kwargs: schema.Variables | None = None
     of_chat: ClassVar[dict[str, str]] = {"messages": "input", "response_format": "text.format"}
     """Fields of the chat request that it becomes, and their names in this one."""
-    cannot: ClassVar[dict[str, str]] = schema.Tuning.cannot | {
-        **dict.fromkeys(("response_format", "structured_outputs"), "use text.format"),
-        "previous_response_id": "nothing is stored; send what was said",
-        "conversation": "nothing is stored; send what was said",
-        "background": "nothing is stored",
-        "prompt": "no prompts are stored; use input",
-    }
 
     @model_validator(mode="after")
     def _functions_differ(self) -> ResponsesRequest:

@@ -1,16 +1,17 @@
 """The requests that are accepted: OpenAI's, as far as a text model on one machine can serve them.
 
-A field that asks for something that cannot be had is an error. Any other undeclared field is accepted and has no
-effect; `Strict.unknown_fields` names it.
+A field that would change an answer and is not declared here is an error, unless its value asks for nothing. Any other
+undeclared field is accepted and has no effect; `Strict.unknown_fields` names it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from expertly.serve.sampling import Sampling
 
@@ -27,7 +28,8 @@ Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Biases = dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
+SomeTokens = Annotated[list[Token], Field(max_length=1 << 20, fail_fast=True)]
+Tokens = Annotated[SomeTokens, Field(min_length=1)]
 Count = Annotated[Whole, Field(ge=1)]
 Limit = Annotated[Count | None, BeforeValidator(lambda value: None if value == -1 else value)]
 """Tokens to write, at most; None, and -1 as other servers have it: as many as the context leaves."""
@@ -39,8 +41,15 @@ Variables = Annotated[dict[str, Any], Field(max_length=64)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
+NEUTRAL: dict[str, tuple[Any, ...]] = {"skip_special_tokens": (None, True), "prompt_logprobs": (None,)}
+NEUTRAL |= dict.fromkeys(("n", "best_of", "typical_p", "length_penalty", "repeat_penalty"), (*NOTHING, 1))
+"""Values of a field that ask for nothing, where they are not NOTHING."""
+
+
 class Strict(BaseModel):
-    """A model that accepts no text in place of a number. `cannot`: fields that ask for what no text model here has.
+    """A model that accepts no text in place of a number. `cannot`: what would change an answer and cannot be had, where
+    it is no field of the model; and what would be accepted.
 
     A ValueError of a validator begins with the field and a colon.
     """
@@ -50,9 +59,9 @@ class Strict(BaseModel):
 
     @model_validator(mode="after")
     def _asks_for_nothing_else(self) -> Strict:
-        for name, reason in self.cannot.items():
-            if (self.model_extra or {}).get(name):
-                raise ValueError(f"{name}: {reason}")
+        for name, value in (self.model_extra or {}).items():
+            if name in self.cannot and value not in NEUTRAL.get(name, NOTHING):
+                raise ValueError(f"{name}: {self.cannot[name]}")
         return self
 
     def unknown_fields(self, path: str = "") -> Iterator[str]:
@@ -79,6 +88,29 @@ class AnyTool(Strict):
         return self.name or self.type or ""
 
 
+CANNOT = {name: sentence for names, sentence in {
+    "json_schema response_format output_format": "use response_format, output_config.format or text.format",
+    "structured_outputs guided_json guided_regex guided_choice guided_grammar grammar":
+        "use response_format, or structured_outputs.json, structured_outputs.regex, .choice or .grammar (llguidance's)",
+    "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict":
+        "use max_tokens, of /v1/responses max_output_tokens",
+    "n best_of logprobs top_logprobs prompt_logprobs echo": "use n and logprobs of /v1/chat/completions",
+    "min_tokens allowed_token_ids bad_words": "use logit_bias: -100 for what may not come, as the end of a text",
+    "typical_p top_a tfs_z mirostat dry_multiplier xtc_probability no_repeat_ngram_size length_penalty repeat_penalty":
+        "use temperature, top_p, top_k, min_p and repetition_penalty",
+    "use_beam_search include_stop_str_in_output skip_special_tokens suffix truncate_prompt_tokens chat_template":
+        "this server has only what is the default",
+    "stop_sequences": "use stop",
+    "thinking enable_thinking reasoning reasoning_effort chat_template_kwargs":
+        "use reasoning_effort, output_config.effort or reasoning.effort, or chat_template_kwargs",
+    "documents audio mcp_servers web_search_options": "this is a text model by itself; use messages and tools",
+    "system instructions messages": "use a message of /v1/chat/completions",
+    "tools functions function_call": "use tools and tool_choice of /v1/chat/completions",
+    "previous_response_id conversation background prompt": "nothing is stored; send what was said",
+}.items() for name in names.split()}  # fmt: skip
+"""Of all APIs: fields that would change an answer, those of other APIs among them, and what is accepted instead."""
+
+
 class Tuning(Strict):
     """What all APIs share: OpenAI's fields, then those of other servers."""
 
@@ -95,15 +127,8 @@ class Tuning(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # beside the model's own
     stop_token_ids: Annotated[list[Token], Field(max_length=256, fail_fast=True)] | None = None
-    cannot: ClassVar[dict[str, str]] = {
-        **{
-            f"guided_{kind}": f"use structured_outputs.{kind} of /v1/chat/completions"
-            for kind in ("json", "regex", "choice", "grammar")
-        },
-        "grammar": "use structured_outputs.grammar of /v1/chat/completions, in the syntax of llguidance",
-        "min_tokens": "give the token that ends a text a logit_bias of -100",
-        "use_beam_search": "tokens are sampled one after the other",
-    }
+    ignore_eos: bool | None = None  # what would end a text does not; a grammar does
+    cannot: ClassVar[dict[str, str]] = CANNOT
 
     @property
     def stops(self) -> list[str]:
@@ -201,16 +226,23 @@ class TextPart(Strict):
     type: Literal["text", "input_text", "output_text"]
     text: str
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, part: Any) -> Any:
-        kinds = ("text", "input_text", "output_text")
-        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind not in kinds:
-            raise ValueError(f"type: {kind!r:.80} cannot be read by this server; accepted: {', '.join(kinds)}")
-        return part
-
 
 Content = str | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
+
+
+SHOWN = ("title", "url", "source", "context", "text", "content", "data", "stdout", "stderr", "error_code")
+"""Of blocks that other servers made, and of documents: what the model is told."""
+
+
+def shown(block: Any) -> list[str]:
+    """The texts of such a block."""
+    if isinstance(block, list):
+        return [text for part in block for text in shown(part)]
+    if not isinstance(block, dict) or block.get("type") in ("base64", "image"):
+        return [block] if isinstance(block, str) and block else []
+    if isinstance(asked := block.get("input"), dict):
+        return [f"{block.get('name')}: {json.dumps(asked, ensure_ascii=False)}"]
+    return [text for name in SHOWN for text in shown(block.get(name))]
 
 
 class ResultPart(Strict):
@@ -224,7 +256,9 @@ class ResultPart(Strict):
         kind = self.type.removeprefix("input_")
         if self.text is None and kind.endswith("text"):
             raise ValueError(f"text: required of a part of type {self.type}")
-        self.text = f"[{kind} left out: this model reads only text]" if self.text is None else self.text
+        if self.text is None:
+            texts = shown({"type": kind, **(self.model_extra or {})})
+            self.text = "\n".join(texts) or f"[{kind} left out: this model reads only text]"
         return self
 
 
@@ -246,13 +280,19 @@ class ToolCall(Strict):
     function: CalledFunction
 
 
+OF_RENDERER = {"self", "conversations", "messages", "tools", "documents", "chat_template"}
+OF_RENDERER |= {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}
+"""What the renderer of chat templates is told by these names, from other fields."""
+
+
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: Name | None = None
-    reasoning_content: str | None = None  # what it thought, for templates that show it
+    reasoning_content: str | None = Field(default=None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    cannot: ClassVar[dict[str, str]] = {"prefix": "use continue_final_message", "function_call": "use tool_calls"}
 
     @model_validator(mode="after")
     def _has_what_its_role_needs(self) -> Message:
@@ -337,12 +377,6 @@ class ChatRequest(Generation):
     continue_final_message: bool | None = None  # not OpenAI's: the answer goes on where the last message ends
     add_generation_prompt: bool | None = None  # not OpenAI's: false: the template opens no answer
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None  # this is a text model
-    cannot: ClassVar[dict[str, str]] = Generation.cannot | {
-        "audio": "this is a text model",
-        "functions": "use tools",
-        "function_call": "use tool_choice",
-        "web_search_options": "this server searches nothing",
-    }
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
@@ -356,11 +390,17 @@ class ChatRequest(Generation):
             raise ValueError(
                 f"tool_choice: {choice!r:.80} without such a function, others are ignored; accepted: {accepted}"
             )
+        for name in OF_RENDERER & (self.chat_template_kwargs or {}).keys():
+            accepted = "variables that only the chat template reads; others are fields of the request"
+            raise ValueError(f"chat_template_kwargs.{name}: accepted: {accepted}")
         last = self.messages[-1]
         if self.continue_final_message and (last.role != "assistant" or last.tool_calls or not last.text):
             raise ValueError("continue_final_message: accepted: where the last message is an assistant's text")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("add_generation_prompt: accepted: false with continue_final_message")
+        if self.continue_final_message and (self.forced is not None or self.constraint is not None):
+            sentence = "what was begun would not be checked; accepted: no schema, grammar or forced call with it"
+            raise ValueError(f"continue_final_message: {sentence}")
         return self
 
     @property
@@ -405,9 +445,6 @@ class CompletionRequest(Generation):
     logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Whole | None = None
-    cannot: ClassVar[dict[str, str]] = Generation.cannot | {
-        "suffix": "text is continued, not filled in; accepted: null",
-    }
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -427,4 +464,4 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: Name | None = None
-    tokens: Tokens
+    tokens: SomeTokens

@@ -113,6 +113,8 @@ class Service:
         if length >= room.context:
             sentence = f"{param}: {length} tokens; accepted: {room.context} together with those to write (--context)"
             raise invalid(sentence, param, "context_length_exceeded")
+        if not all(prompts):
+            raise invalid(f"{param}: gives no token; accepted: at least one word", param)
         if (num_texts := len(prompts) * (asked.n or 1)) > room.max_running:
             raise invalid(f"n: {num_texts} texts at a time; accepted: {room.max_running} (--max-running)", "n")
         return min(most or room.context, room.context - length)
@@ -131,7 +133,6 @@ class Service:
         return check(ChatRequest, asked.as_chat())
 
     async def _conversation(self, asked: ChatRequest) -> ServedRequest:
-        """A request for the next message."""
         prompt, begun = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
         limit = self._limit(asked, asked.limit, [prompt], "messages")
         sampling = asked.sampling((asked.top_logprobs or 0) if asked.logprobs else None)
@@ -161,7 +162,8 @@ class Service:
         # a stop string that is a special token is no text, and found by its number
         special, marks = self.prompts.special_tokens, () if readers is None else self.prompts.answers.calls.ends
         named = [special[stop] for stop in (*self._stops, *asked.stops, *marks) if stop in special]
-        ends = [*self._ends, *(asked.stop_token_ids or ()), *named]
+        own_ends = () if asked.ignore_eos and sampling.grammar is None else self._ends
+        ends = [*own_ends, *(asked.stop_token_ids or ()), *named]
         request = ServedRequest(self.prompts.decoder(readers[0].marks if readers else ""), readers or {})
         for prompt in prompts:
             begun, script = (prompt[:1], tuple(prompt[1:])) if scores_prompt else (prompt, ())
