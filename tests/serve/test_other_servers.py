@@ -20,6 +20,7 @@ from expertly.serve.server import SILENT_S, ApiServer
 from tests.commands import RunningCommand
 from tests.serve.conftest import KEY, Serving, assembled_for, greedy, room_for, running, served
 from tests.serve.scripted import scripted
+from tests.serve.test_formats import BY_NAME, saying
 
 SAID = [{"role": "user", "content": "Hello"}]
 FUNCTION = {"type": "function", "function": {"name": "f"}}
@@ -40,6 +41,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"prompt": 5}, "prompt", "a valid string or a valid list, not 5"),
     ("completions", {"prompt": "a " * 600}, "prompt", "accepted: 512 together with those to write"),
     ("completions", {"max_tokens": 0}, "max_tokens", "greater than or equal to 1, not 0"),
+    ("completions", {"repetition_penalty": 1e-300}, "repetition_penalty", "or equal to 0.01, not 1e-300"),
     ("completions", {"best_of": 3}, "best_of", "the value of n"),
     ("completions", {"logit_bias": {"a": 1}}, "logit_bias.a", "match pattern"),
     ("chat/completions", {"tool_choice": "f"}, "tool_choice", "'required' or 'any', not \"f\""),
@@ -121,6 +123,12 @@ def test_a_grammar_ends_a_text_that_nothing_else_ends(demo: tuple[Any, Any], ser
     wish = {"ignore_eos": True, "structured_outputs": {"choice": ["yes"]}}
     got = serving.complete("The sea", 5, logit_bias=end, extra_body=wish).choices[0]
     assert (got.text, got.finish_reason) == ("yes", "stop")
+    with saying(demo, BY_NAME["gpt-oss"], "<|channel|>final<|message|>Hi<|return|>") as harmony:
+        answers = [
+            post(harmony, "/v1/chat/completions", messages=SAID, max_tokens=12, ignore_eos=on) for on in (False, True)
+        ]
+        reasons = [answer.json()["choices"][0]["finish_reason"] for answer in answers]
+        assert reasons == ["stop", "length"]
 
 
 @pytest.mark.parametrize("limit", [-1, None, 10**6, 10**12])

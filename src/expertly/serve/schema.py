@@ -125,7 +125,7 @@ class Tuning(Strict):
     logit_bias: Annotated[Biases, Field(max_length=1024)] | None = None
     top_k: Annotated[Whole, Field(ge=-1, le=MAX_TOKEN)] | None = None  # 1 is greedy, 0 and -1 are all
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # beside the model's own
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # beside the model's own
     stop_token_ids: Annotated[list[Token], Field(max_length=256, fail_fast=True)] | None = None
     ignore_eos: bool | None = None  # what would end a text does not; a grammar does
     cannot: ClassVar[dict[str, str]] = CANNOT

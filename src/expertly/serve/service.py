@@ -160,10 +160,10 @@ class Service:
             if tokens:
                 self.prompts.check_tokens(tokens, name)
         # a stop string that is a special token is no text, and found by its number
-        special, marks = self.prompts.special_tokens, () if readers is None else self.prompts.answers.calls.ends
+        special, is_endless = self.prompts.special_tokens, asked.ignore_eos and sampling.grammar is None
+        marks = () if readers is None or is_endless else self.prompts.answers.calls.ends
         named = [special[stop] for stop in (*self._stops, *asked.stops, *marks) if stop in special]
-        own_ends = () if asked.ignore_eos and sampling.grammar is None else self._ends
-        ends = [*own_ends, *(asked.stop_token_ids or ()), *named]
+        ends = [*(() if is_endless else self._ends), *(asked.stop_token_ids or ()), *named]
         request = ServedRequest(self.prompts.decoder(readers[0].marks if readers else ""), readers or {})
         for prompt in prompts:
             begun, script = (prompt[:1], tuple(prompt[1:])) if scores_prompt else (prompt, ())
