@@ -55,6 +55,15 @@ RIGHT = [
         "tools": [{{"name": "f", "input_schema": {{}}}}, {{"type": "bash_20250124", "name": "bash"}}],
         "tool_choice": {{"type": "auto"}}, "thinking": {{"type": "enabled"}}, "output_config": {{"effort": "low"}}""",
     ),
+    (
+        "messages",
+        """ "model": "demo", "max_tokens": 1, "ignore_eos": true, "messages": [{"role": "user", "content": [{"type":
+        "document", "title": "a", "source": {"type": "content", "content": [{"type": "text", "text": "b"}]}}]},
+        {"role": "assistant", "content": [{"type": "server_tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+            {"type": "web_search_tool_result", "content": [{"type": "web_search_result", "url": "a"}]}]},
+        {"role": "user", "content": [{"type": "search_result", "source": "a", "title": "b", "content": []}]}],
+        "output_format": {"type": "json_schema", "schema": {"const": 1}} """,
+    ),
 ]
 """Paths, and objects that are right, without their braces."""
 

@@ -37,7 +37,7 @@ class InputResult(schema.Strict):
 
 
 def _kind(value: Any, default: str) -> str:
-    return str(value.get("type", default)) if isinstance(value, dict) else default
+    return str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default))
 
 
 def _type_of(item: Any) -> str:
