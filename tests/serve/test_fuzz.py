@@ -62,7 +62,7 @@ RIGHT = [
         {"role": "assistant", "content": [{"type": "server_tool_use", "id": "1", "name": "f", "input": {"a": 1}},
             {"type": "web_search_tool_result", "content": [{"type": "web_search_result", "url": "a"}]}]},
         {"role": "user", "content": [{"type": "search_result", "source": "a", "title": "b", "content": []}]}],
-        "output_format": {"type": "json_schema", "schema": {"const": 1}} """,
+        "output_format": {"type": "text"} """,
     ),
 ]
 """Paths, and objects that are right, without their braces."""
