@@ -258,13 +258,16 @@ def test_what_was_said_before_is_not_computed_again(chatting: Path, loaded: tupl
     assert written(first.token_ids) == first.text and CHARACTERS(first.text)["input_ids"] != first.token_ids
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_next", "jamba"])
-def test_a_cache_of_any_kind_gives_the_models_own_second_answer(family: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "looks_up"),
+    [("mixtral", False), ("mixtral", True), ("gpt_oss", False), ("qwen3_next", False), ("jamba", False)],
+)
+def test_a_cache_of_any_kind_gives_the_models_own_second_answer(family: str, looks_up: bool, tmp_path: Path):
     """Of full attention, windows and recurrent states: most of these cannot go back to what still holds."""
     folder = make_checkpoint(family, tmp_path / family, tokenizer=True)
     model, tokenizer = expertly.load(str(folder), memory="50%", system="lru")
     try:
-        chat = Chat(model, tokenizer, ChatSampling(8, temperature=0))
+        chat = Chat(model, tokenizer, ChatSampling(8, temperature=0, looks_up=looks_up))
         first = chat.answer("Hello there", lambda text: None)
         second = chat.answer(" and?", lambda text: None)
     finally:

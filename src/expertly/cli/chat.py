@@ -142,7 +142,8 @@ class Chat:
         if room < 1:
             accepted = f"fewer than {positions}, the model's positions (in a chat, /clear begins anew)"
             raise ConfigError(f"prompt: {len(tokens)} tokens with what was said before; accepted: {accepted}")
-        cache, num_cached = self._kept.take(tokens)
+        # transformers reads the whole prompt again into a cache that it drafts with
+        cache, num_cached = (None, 0) if sampling.looks_up else self._kept.take(tokens)
         config = generation_config(model, room, sampling.temperature, sampling.top_p)
         config.return_dict_in_generate = True
         config.prompt_lookup_num_tokens = NUM_DRAFTED if sampling.looks_up else None
