@@ -143,7 +143,6 @@ class RequestScheduler:
         return not self.waiting and not self.running
 
     def abort(self) -> None:
-        """Fail all accepted requests."""
         for request in (*self.waiting, *dict.fromkeys(text.request for text in self.running.values())):
             self._fail(request, unavailable(_SHUTTING_DOWN, "draining"))
 
