@@ -5,13 +5,17 @@ Each template has the structure of the published one, cut to what an answer is m
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
+
+from tests.scripts import Script
 
 ARGUMENTS: dict[str, Any] = {
     "city": 'Oslo "the city"\n  {on the [fjord}, \\ Ås',
@@ -30,6 +34,13 @@ PARAMETERS = {
     "required": ["city"],
 }
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get-weather", "parameters": PARAMETERS}}
+MESSAGES: dict[str, dict[str, Any]] = {
+    "call": {"calls": [("get-weather", ARGUMENTS)]},
+    "thinks": {"reasoning": "Oslo is far.", "calls": [("get-weather", ARGUMENTS)]},
+    "two": {"calls": [("get-weather", ARGUMENTS), ("clock", {})]},
+    "says": {"content": "I look.", "calls": [("clock", {})]},
+    "answer": {"reasoning": "Hm.", "content": "It rains in Oslo."},
+}
 CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
 
 
@@ -53,6 +64,10 @@ class Family:
         shown = "{% if tools %}" + self.tools + "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
         ending = "{% if add_generation_prompt %}" + self.begin + "{% endif %}"
         return shown + "{% for m in messages %}" + turn + "{% endfor %}" + ending
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (*self.special, *self.plain)
 
     def written(self, **message: Any) -> str:
         """An answer with `reasoning`, `content` and `calls`, a name and arguments each."""
@@ -274,3 +289,12 @@ FAMILIES = (
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
     ),
 )
+
+
+def scripts_of(families: Sequence[Family], messages: Mapping[str, dict[str, Any]] = MESSAGES) -> list[Script]:
+    """What each family writes for each message, behind its name and the message's."""
+    pairs = itertools.product(families, messages.items())
+    return [
+        Script(f"{family.name} {name}", family.written(**message), family.special, family.plain)
+        for family, (name, message) in pairs
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.model.formats import ARGUMENTS, CLOCK, FAMILIES, WEATHER, Family
-from tests.serve.conftest import Serving, assembled_for, room_for, running
+import expertly
+from tests.model.formats import ARGUMENTS, CLOCK, FAMILIES, MESSAGES, WEATHER, Family, scripts_of
+from tests.scripts import make_scripted
+from tests.serve.conftest import Serving, assembled_for, room_for, running, served
 from tests.serve.scripted import scripted
 from tests.serve.test_tools import told
 
@@ -43,37 +46,64 @@ def ask(serving: Serving, **more: Any) -> Any:
     return serving.chat("Oslo?", **({"max_tokens": 400, "tools": [WEATHER, CLOCK]} | more))
 
 
+@pytest.fixture(scope="module")
+def model(demo: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """One that says what each family writes for each of MESSAGES, a quarter of its experts in memory."""
+    folder = make_scripted(tmp_path_factory.mktemp("scripted") / "model", demo[1], scripts_of(FAMILIES))
+    model, tokenizer = expertly.load(str(folder), memory="25%", dtype="float32", device="cpu", system="lru")
+    yield model, tokenizer
+    stats = model._expertly_handle.stats.as_dict()
+    assert stats["bytes_loaded"] > stats["expert_bytes"], "they are loaded again and again"
+    expertly.unload(model)
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_calls_and_reasoning_are_told_streamed_and_whole(demo: tuple[Any, Any], family: Family) -> None:
-    said = {"content": "I look."} if family.name != "llama-3" else {}
-    thought = {"reasoning": "Oslo is far."} if "reasoning" in family.answer and family.name != "deepseek-v3.1" else {}
-    calls = [("get-weather", ARGUMENTS), ("clock", {})][: 1 if family.name == "gpt-oss" else 2]  # which waits for each
-    with saying(demo, family, family.written(calls=calls, **said, **thought)) as serving:
-        whole = ask(serving).choices[0]
-        assert whole.finish_reason == "tool_calls"
-        functions = [call.function for call in whole.message.tool_calls]
-        assert [(call.name, json.loads(call.arguments)) for call in functions] == calls
-        assert len({call.id for call in whole.message.tool_calls}) == len(calls)
-        assert (whole.message.content or "").strip() == said.get("content", "")
-        assert getattr(whole.message, "reasoning_content", "").strip() == thought.get("reasoning", "")
-        chunks = list(ask(serving, stream=True))
-        content, reasoning, streamed, reason = told(chunks)
-        assert [(call.function.name, call.function.arguments) for call in streamed] == [
-            (call.name, call.arguments) for call in functions
+def test_what_a_model_writes_is_told_as_calls_text_and_reasoning(model: tuple[Any, Any], family: Family) -> None:
+    """Streamed and whole, one call of two where that is asked for, and a call that is forced, whatever it would say."""
+
+    def answered(name: str, is_stream: bool, more: dict[str, Any]) -> tuple[Any, int]:
+        body = {"chat_template_kwargs": {"thinking": "reasoning" in MESSAGES[name]}}
+        more = {"tools": [WEATHER, CLOCK], "extra_body": body, "stream": is_stream, **more}
+        got = serving.chat(f"Oslo? @{family.name} {name}@", 400, **more)
+        if is_stream:
+            chunks = list(got)
+            return told(chunks), sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks)
+        (choice,) = got.choices
+        thought = getattr(choice.message, "reasoning_content", "")
+        return (choice.message.content or "", thought, choice.message.tool_calls or [], choice.finish_reason), 0
+
+    named = {"type": "function", "function": {"name": "get-weather"}}
+    forced = [{"tools": [FORCED], "tool_choice": choice} for choice in ("required", named)]
+    asked: list[tuple[str, bool, dict[str, Any]]] = [(name, way, {}) for name in MESSAGES for way in (False, True)]
+    asked += [("two", True, {"parallel_tool_calls": False})]
+    asked += [("answer", how is forced[0], how) for how in forced if family.can_force]
+    with served(*model, room_for(2048), family.template) as serving, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda way: answered(*way), asked))
+        for how in () if family.can_force else forced:
+            with pytest.raises(openai.BadRequestError, match="accepted: tool_choice auto") as raised:
+                answered("answer", False, how)
+            assert raised.value.param == "tool_choice"
+    for (name, is_stream, more), ((content, reasoning, calls, reason), num_deltas) in zip(asked, answers, strict=True):
+        made = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+        if "tool_choice" in more:
+            ((called, arguments),) = made
+            assert called == "get-weather" and arguments["city"] in ("Oslo", "Rome") and arguments["days"] in (1, 2)
+            continue
+        message = {"reasoning": "", "content": "", "calls": [], **MESSAGES[name]}
+        if family.name == "llama-3" and name == "says":  # nothing marks its calls: they are all of an answer
+            message |= {"content": family.written(**message), "calls": []}
+        is_single = more or family.name == "gpt-oss"  # which waits for each
+        assert made == message["calls"][: 1 if is_single else 2]
+        assert content.strip() == message["content"]
+        assert reasoning.strip() == (message["reasoning"] if "reasoning" in family.answer else "")
+        assert reason == ("tool_calls" if made else "stop")
+        assert len({call.id for call in calls}) == len(calls)
+        assert family.name != "mistral" or all(call.id.isalnum() and len(call.id) == 9 for call in calls)
+        assert family.name != "kimi-k2" or [call.id for call in calls] == [
+            f"functions.{called}:{number}" for number, (called, _) in enumerate(made)
         ]
-        assert (content.strip(), reasoning.strip()) == (said.get("content", ""), thought.get("reasoning", ""))
-        assert reason == "tool_calls"
-        assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks) > 10, "as they are written"
-        single = ask(serving, parallel_tool_calls=False).choices[0].message
-        assert [call.function.name for call in single.tool_calls] == ["get-weather"]
-
-
-def test_ids_are_those_that_templates_accept(demo: tuple[Any, Any]) -> None:
-    for name, accepted in (("kimi-k2", "functions.clock:0"), ("mistral", None)):
-        family = BY_NAME[name]
-        with saying(demo, family, family.written(calls=[("clock", {})])) as serving:
-            (call,) = ask(serving).choices[0].message.tool_calls
-            assert call.id == accepted if accepted else call.id.isalnum() and len(call.id) == 9
+        if is_stream and ("get-weather", ARGUMENTS) in made:
+            assert num_deltas > 6, "as they are written"
 
 
 def test_channels_of_harmony(demo: tuple[Any, Any]) -> None:
@@ -98,26 +128,6 @@ STRICT = {
     "additionalProperties": False,
 }
 FORCED = {"type": "function", "function": {"name": "get-weather", "parameters": STRICT}}
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_a_call_is_forced_in_each_format(demo: tuple[Any, Any], family: Family) -> None:
-    """Whatever the model would like to say."""
-    named = {"type": "function", "function": {"name": "get-weather"}}
-    with saying(demo, family, family.written(reasoning="Hm.", content="Well, let us talk.")) as serving:
-        for choice in ("required", named):
-            for is_stream in (False, True):
-                how = {"tools": [FORCED], "tool_choice": choice, "stream": is_stream}
-                if not family.can_force:
-                    with pytest.raises(openai.BadRequestError, match="accepted: tool_choice auto") as raised:
-                        ask(serving, **how)
-                    assert raised.value.param == "tool_choice"
-                    continue
-                answer = ask(serving, **how)
-                calls = told(answer)[2] if is_stream else answer.choices[0].message.tool_calls
-                assert [call.function.name for call in calls] == ["get-weather"]
-                arguments = json.loads(calls[0].function.arguments)
-                assert arguments["city"] in ("Oslo", "Rome") and arguments["days"] in (1, 2)
 
 
 @pytest.mark.parametrize("name", ["qwen3-coder", "glm-4.6", "minimax-m2", "deepseek-v4"])
