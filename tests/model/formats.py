@@ -60,7 +60,9 @@ class Family:
 
     @property
     def template(self) -> str:
-        turn = "{% if m.role == 'assistant' %}" + self.begin + self.answer + "{% else %}{{ m.content }}\n{% endif %}"
+        calls = "((m.tool_calls or []) | map(attribute='function') | list)"
+        answer = self.answer.replace("m.reasoning", "m.reasoning_content").replace("m.calls", calls)
+        turn = "{% if m.role == 'assistant' %}" + self.begin + answer + "{% else %}{{ m.content }}\n{% endif %}"
         shown = "{% if tools %}" + self.tools + "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
         ending = "{% if add_generation_prompt %}" + self.begin + "{% endif %}"
         return shown + "{% for m in messages %}" + turn + "{% endfor %}" + ending
