@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from expertly.model.answer_formats import FORMATS, HERMES, format_of
 from expertly.model.answers import AnswerFormat, AnswerPart
-from tests.model.formats import ARGUMENTS, CLOCK, FAMILIES, WEATHER, Family
+from tests.model.formats import ARGUMENTS, CLOCK, FAMILIES, KIMI, WEATHER, Family
 
 TOOLS = [WEATHER, CLOCK]
 CALL = '<tool_call>{"name": "clock", "arguments": {"city": "Oslo"}}</tool_call>'
@@ -131,6 +133,64 @@ def test_a_whole_answer_has_no_wrong_call_and_a_stream_loses_none_of_its_text(ar
     text = '<tool_call>{"name": "clock", "arguments": ' + arguments
     assert read(AnswerFormat(), text, is_whole=True) == [["content", text]]
     assert "".join(part[1] for part in read(AnswerFormat(), text)) == "clock" + streamed
+
+
+@pytest.mark.parametrize(
+    ("sign", "text", "calls", "content"),
+    [
+        ("<tool_call>", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>\\u00e5}{"}}</tool_call>', ["f"], ""),
+        ("<tool_call>", '<tool_call>{"name": "f", "arguments": {}}<tool_call>{"name": "g"}', ["f", "g"], ""),
+        ("<tool_call>", '<tool_call>{"name": "f", "arguments": {}, "id": "1"}{"name": "g"}', ["f", "g"], ""),
+        ("<tool_call>", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', [], None),
+        ("<tool_call>", '<tool_call>{"name": "f", "arguments": "a"}</tool_call>', [], None),
+        ("<tool_call>", '<tool_call>{"name": "f", "argumets": {"a": 1}}</tool_call>', [], None),
+        ("<tool_call>", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [], None),
+        ("<tool_call>", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', [], None),
+        ("<tool_call>", '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>', [], None),
+        ("<tool_call>", '<tool_call>{"name": "\\ud800"}</tool_call>', [], None),
+        ("<tool_call>", '<tool_call>{"name": "f", "arguments": {"a"}, b"}</tool_call>', [], None),
+        ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "1"b"}, {"name": "g"}]', [], None),
+        ("<arg_key>", "<tool_call>f\n and more</tool_call>", [], None),
+        ("<arg_key>", "<tool_call>f\na</arg_key>\n<arg_value>x</arg_value>\n</tool_call>", [], None),
+        ("<arg_key>", "<tool_call>f<tool_call>g\n</tool_call>", ["f", "g"], ""),
+        ("<|tool_calls_section_begin|>", f"{KIMI[0]}{KIMI[1]}f:0{KIMI[2]}{{}}{KIMI[3]}{KIMI[1]}g:1{KIMI[2]}{{]", ["f"],
+         f"{KIMI[1]}g:1{KIMI[2]}{{]"),
+        ("<|channel|>", "<|channel|>commentary to=functions.f json<|message|><|call|>", [], None),
+        ("<|channel|>", "<|channel|>commentary to=functions.f json<|message|>[1]<|call|>", [], None),
+        ("<|channel|>", "<|channel|>commentary to=f json<|message|>{}<|call|>", ["f"], ""),
+        ("<|header_start|>", "<|python_start|>[clock()]<|python_end|> and more", ["clock"], "and more"),
+        ("<|header_start|>", "[clock(), clock(), other()]", [], None),
+        ("<|header_start|>", "[clock()] is what I call", [], None),
+    ],
+)  # fmt: skip
+def test_what_is_nearly_a_call_is_one_or_text(sign: str, text: str, calls: list[str], content: str | None) -> None:
+    """None: all of it is text. In a stream, what was told of a call stays told; the rest is text."""
+    form = AnswerFormat(None, format_of(sign, ()))
+    whole = read(form, text, is_whole=True)
+    assert [said for kind, said in whole if kind == "call"] == calls
+    assert "".join(said for kind, said in whole if kind == "content") == (text if content is None else content)
+    assert read(form, text, is_whole=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_no_word_is_lost_of_an_answer_that_is_cut_doubled_or_has_marks_at_any_place(family: Family) -> None:
+    draw, form = random.Random(family.name), AnswerFormat(None, format_of(family.template, ()))
+    arguments = {"city": "w1w } {", "x": [1, {"w2w": "w3w</tool_call>"}]}
+    said = family.written(content="w5w", reasoning="w6w", calls=[("get-weather", arguments), ("clock", {"w4w": ""})])
+    for _ in range(12):
+        text = said
+        for _ in range(draw.randint(1, 3)):
+            begin = draw.randint(0, len(text))
+            end, mark = begin + draw.choice([1, 5, 20, len(text)]), draw.choice([*family.words, *'{}"[],:\\', "\n"])
+            text = draw.choice(
+                [text[:begin] + text[end:], text[:end] + text[begin:], text[:begin] + mark + text[begin:]]
+            )
+        words = re.findall(r"w\dw", re.sub(r"<\|channel\|>[^<]*<\|message\|>", "", text))  # a head is no text
+        for is_whole in (False, True):
+            told = read(form, text, "<think>" if family.name == "deepseek-v3.1" else "", is_whole=is_whole)
+            assert not Counter(words) - Counter(re.findall(r"w\dw", json.dumps(told))), text
+            made = "".join("\0" if kind == "call" else said * (kind == "arguments") for kind, said in told)
+            assert not is_whole or all(isinstance(json.loads(each), dict) for each in made.split("\0")[1:]), text
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -105,6 +105,14 @@ def test_why_an_answer_stopped(demo: tuple[Any, Any], says: str, more: Any, text
         assert (last.stop_reason, last.stop_sequence) == stop
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud800"'])
+def test_arguments_that_not_every_client_can_read_are_text(demo: tuple[Any, Any], value: str) -> None:
+    text = CALL.replace('"Oslo"', value)
+    with saying(demo, text) as serving:
+        (block,) = client_of(serving).messages.create(**asked(tools=[WEATHER])).content
+        assert (block.type, block.text) == ("text", text)
+
+
 def test_thinking_is_asked_for_and_forbidden(demo: tuple[Any, Any]) -> None:
     """Of a template that does not think by itself, and begins thoughts where it is told to."""
     template = THINKS_FIRST.replace("default(true)", "default(false)")

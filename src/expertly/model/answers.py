@@ -26,6 +26,7 @@ _IN_OBJECT = regex.compile(  # the beginning of a call in an object, in the usua
 )
 _OBJECT = regex.compile(r"[\s,]*(?=\{)")
 _END_OF_OBJECT = regex.compile(r"\s*(?=[,}])")
+_END_OF_PYTHON = regex.compile(r"<\|python_end\|>")
 _NEVER = regex.compile(r"(?!)")
 _BRACKETS, _IN_STRING = regex.compile(r'["{}\[\]]'), regex.compile(r'\\.|"', regex.DOTALL)
 _MORE = regex.compile(r"\s*(?=\S)")
@@ -191,6 +192,9 @@ class FormatReader:
                     break
                 if (yield from self._match(_MORE)) is None:
                     break
+                # some begin a section without ending the last; what nothing marks is none
+                if (yield from self._match(opens)) is None and self.form.call.startswith("{name}"):
+                    raise _NoCallError
             self._complete()
 
     def _call(self) -> Steps:
@@ -201,7 +205,7 @@ class FormatReader:
         head = yield from self._match(form.head_re)
         if head is None:
             raise _NoCallError
-        self._begin(head["name"], head.groupdict().get("id"))
+        self._begin(head["name"], head[0], head.groupdict().get("id"))
         if form.kind == "parameters":
             yield from self._parameters(self._tools.get(head["name"], {}))
         else:
@@ -212,26 +216,33 @@ class FormatReader:
     def _object(self) -> Steps:
         yield from self._match(_OBJECT)
         if head := (yield from self._match(_IN_OBJECT)):
-            self._begin(head["name"])
+            self._begin(head["name"], head[0])
             yield from self._value(self._write)
+            rest: list[str] = []
             if (yield from self._match(_END_OF_OBJECT)) is None:
                 raise _NoCallError
-            yield from self._value(depth=1)
+            yield from self._value(rest.append, depth=1)
+            more = json.loads("".join(['{"": 0', *rest]))  # an id, perhaps
+            if {"name", "arguments", "parameters"} & more.keys():
+                raise _NoCallError
             return
         pieces: list[str] = []
         yield from self._value(pieces.append)
-        call, arguments = _called(json.loads("".join(pieces)))
-        self._begin(call.text)
+        call, arguments = _called(json.loads(text := "".join(pieces)))
+        self._begin(call.text, text)
         self._write(arguments.text)
 
     def _python(self) -> Steps:
         pieces: list[str] = []
-        yield from self._until(_NEVER, pieces.append)
-        for call in parse_content("".join(pieces).partition("<|python_end|>")[0].strip(), "python-call-list", {}):
+        yield from self._until(_END_OF_PYTHON, pieces.append)
+        calls = parse_content("".join(pieces).strip(), "python-call-list", {})
+        if not {call["name"] for call in calls} <= self._tools.keys():
+            raise _NoCallError
+        for call in calls:
             self._begin(call["name"])
             self._write(_dumped(call["arguments"]))
 
-    def _value(self, take: Take = lambda piece: None, depth: int = 0) -> Steps:
+    def _value(self, take: Take, depth: int = 0) -> Steps:
         """JSON in brackets, `depth` of which are open."""
         is_string = False
         while mark := (yield from self._until(_IN_STRING if is_string else _BRACKETS, take)):
@@ -289,7 +300,9 @@ class FormatReader:
         """Harmony's: each has a channel, and a recipient where it is a call."""
         while head := (yield from self._until(_MESSAGE, self._content)):
             name = (head["to"] or "").removeprefix("functions.")
-            if self._tools and name not in ("", head["to"]) and (yield from self._match(_OBJECT)):
+            if self._tools and name:
+                if (yield from self._match(_OBJECT)) is None:
+                    raise _NoCallError
                 self._begin(name)
                 yield from self._value(self._write)
                 if (yield from self._match(_MORE)) and (yield from self._match(_END_OF_MESSAGE)) is None:
@@ -341,12 +354,13 @@ class FormatReader:
             self._parts.append(AnswerPart(kind, text))
             self._trims = False
 
-    def _begin(self, name: str, id: str | None = None) -> None:
-        """Begin a call. Where nothing marks one, it calls a tool that there is."""
+    def _begin(self, name: str, head: str = "", id: str | None = None) -> None:
+        """Begin a call, whose `head` was parsed. Where nothing marks one, it calls a tool that there is."""
         if not name or (name not in self._tools and not self.form.open_mark):
             raise _NoCallError
         if self._held:
             self._complete()
+            self._told -= len(head)
         self._num_calls += 1
         self._tell(AnswerPart("call", name, id or _new_id()[self.form.ids]))
 
@@ -362,8 +376,9 @@ class FormatReader:
 
     def _complete(self) -> None:
         """The call that was begun is complete."""
-        if self._held:
-            json.loads("".join(part.text for part in self._held if part.kind == "arguments"))
+        if self._held:  # NaN or half a character is not JSON that all clients read
+            arguments = json.loads("".join(part.text for part in self._held if part.kind == "arguments"))
+            json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
         self._parts += self._held
         self._held, self._told, self._trims = [], self._place, True
 
@@ -437,8 +452,13 @@ def _called(said: Any) -> list[AnswerPart]:
     """A call in an object, as parts. Raises ValueError where it is none."""
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         raise _NoCallError
-    arguments = said.get("arguments", said.get("parameters")) or {}
-    text = arguments if isinstance(arguments, str) else _dumped(arguments)
+    key = next((key for key in ("arguments", "parameters") if key in said), None)
+    arguments = said.get(key, "")
+    arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else {} if arguments is None else arguments
+    if not isinstance(arguments, dict) or (key is None and said.keys() - {"name", "type", "id"}):
+        raise _NoCallError
+    text = _dumped(arguments)
+    (said["name"] + text).encode()  # raises where it holds half a character
     return [AnswerPart("call", said["name"], _new_id()), AnswerPart("arguments", text)]
 
 
@@ -447,4 +467,4 @@ def _new_id() -> str:
 
 
 def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
