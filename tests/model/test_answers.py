@@ -56,7 +56,7 @@ def test_each_family_is_found_by_its_template_or_vocabulary_and_its_answers_are_
     assert result in FORMATS and (result is not HERMES) == (family.name != "qwen3")
     if family.name not in ("qwen3-coder", "deepseek-v3", "deepseek-v3.2", "minimax-m2"):  # one of another template
         assert format_of("{{ tools }}", {*family.special, *family.plain}) is result
-    form = AnswerFormat(None, result)
+    form = AnswerFormat(result)
     can_think, prompt = "reasoning" in family.answer, "<think>" if family.name == "deepseek-v3.1" else ""
     calls = [("get-weather", ARGUMENTS), ("clock", {})]
     said = {"content": "I look."} if family.name != "llama-3" else {}
@@ -78,7 +78,7 @@ def test_each_family_is_found_by_its_template_or_vocabulary_and_its_answers_are_
 def test_arguments_come_as_they_are_written(family: Family) -> None:
     """A long text is told before it ends; Python's syntax and numbers are told when they are complete."""
     text = family.written(calls=[("get-weather", {"city": "a" * 400})])
-    reader = AnswerFormat(None, format_of(family.template, ())).reader("", TOOLS)
+    reader = AnswerFormat(format_of(family.template, ())).reader("", TOOLS)
     assert reader is not None
     parts = [part for letter in text[: text.index("a" * 400) + 300] for part in reader.add(letter)]
     assert [part.text for part in parts if part.kind == "call"] == ["get-weather"]
@@ -165,7 +165,7 @@ def test_a_whole_answer_has_no_wrong_call_and_a_stream_loses_none_of_its_text(ar
 )  # fmt: skip
 def test_what_is_nearly_a_call_is_one_or_text(sign: str, text: str, calls: list[str], content: str | None) -> None:
     """None: all of it is text. In a stream, what was told of a call stays told; the rest is text."""
-    form = AnswerFormat(None, format_of(sign, ()))
+    form = AnswerFormat(format_of(sign, ()))
     whole = read(form, text, is_whole=True)
     assert [said for kind, said in whole if kind == "call"] == calls
     assert "".join(said for kind, said in whole if kind == "content") == (text if content is None else content)
@@ -174,7 +174,7 @@ def test_what_is_nearly_a_call_is_one_or_text(sign: str, text: str, calls: list[
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_no_word_is_lost_of_an_answer_that_is_cut_doubled_or_has_marks_at_any_place(family: Family) -> None:
-    draw, form = random.Random(family.name), AnswerFormat(None, format_of(family.template, ()))
+    draw, form = random.Random(family.name), AnswerFormat(format_of(family.template, ()))
     arguments = {"city": "w1w } {", "x": [1, {"w2w": "w3w</tool_call>"}]}
     said = family.written(content="w5w", reasoning="w6w", calls=[("get-weather", arguments), ("clock", {"w4w": ""})])
     for _ in range(12):
@@ -196,14 +196,14 @@ def test_no_word_is_lost_of_an_answer_that_is_cut_doubled_or_has_marks_at_any_pl
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_malformed_calls_of_each_family_stay_content(family: Family) -> None:
     written = family.written(content="", calls=[("get-weather", {"city": "Oslo"})])
-    form = AnswerFormat(None, format_of(family.template, ()))
+    form = AnswerFormat(format_of(family.template, ()))
     for how in ({"is_whole": False}, {"is_whole": True}):
         (part,) = read(form, written.replace("get-weather", ""), **how)
         assert part[0] == "content" and "Oslo" in part[1]
 
 
 def test_python_calls_of_llama() -> None:
-    form = AnswerFormat(None, format_of("<|header_start|>", ()))
+    form = AnswerFormat(format_of("<|header_start|>", ()))
     text = "[clock(), get-weather(city='Oslo', days=3)]"
     assert read(form, text) == [
         ["call", "clock"], ["arguments", "{}"], ["call", "get-weather"], ["arguments", '{"city": "Oslo", "days": 3}'],
@@ -233,7 +233,7 @@ def test_python_calls_of_llama() -> None:
 )
 def test_what_models_write_beside_their_templates(sign: str, text: str) -> None:
     for is_whole in (False, True):
-        assert read(AnswerFormat(None, format_of(sign, ())), text, is_whole=is_whole) == [
+        assert read(AnswerFormat(format_of(sign, ())), text, is_whole=is_whole) == [
             ["call", "clock"],
             ["arguments", "{}"],
         ]
@@ -260,8 +260,31 @@ def test_values_without_quotes_have_the_types_of_the_schema(schema: Any, value: 
     parameters = {"properties": {"x": schema}, "$defs": {"text": {"type": "string"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
-    (_, arguments) = read(AnswerFormat(None, format_of("<function=", ())), text, tools=[tool])
+    (_, arguments) = read(AnswerFormat(format_of("<function=", ())), text, tools=[tool])
     assert json.loads(arguments[1]) == {"x": expected}
+
+
+NAMED = {"name": "{name}", "arguments": "{content}"}
+
+
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        ({"open": ["<c>"], "close": "</c>", "transform": {"function": "{content}"}}, f"<c>{CALL[11:-12]}</c>"),
+        (
+            {"open_pattern": r"\s*<c\|(?P<name>\w+)>\s*", "transform": {"function": NAMED}},
+            '<c|clock>{"city": "Oslo"}',
+        ),
+        ({"open": "<c>", "content": "xml-inline", "transform": {"function": "{content}"}}, CALL),
+        ({"open_pattern": "<[cd]>", "transform": {"function": "{content}"}}, CALL),
+        ({"open": "<c>", "transform": {"function": "{content.call}"}}, CALL),
+    ],
+)  # fmt: skip
+def test_a_response_template_of_json_between_marks_says_the_format(calls: dict[str, Any], text: str) -> None:
+    """Not one of another kind, nor where the chat template shows the format."""
+    fields = {"thinking": {"open": "[T]", "close": "[/T]"}, "tool_calls": {"content": "json", **calls}}
+    assert read(AnswerFormat(format_of("", (), {"fields": fields})), f"I look. {text}")[1:] == CALLED
+    assert format_of("<function=", (), {"fields": fields}).name == "qwen3-coder"
 
 
 def test_where_the_parser_of_transformers_is_not_right() -> None:
@@ -271,8 +294,8 @@ def test_where_the_parser_of_transformers_is_not_right() -> None:
     indented = families["qwen3-coder"].written(calls=[("get-weather", {"city": "  Oslo"})])
     (call,) = parse_response(indented, by_type["qwen3_5_moe"], prefix="")["tool_calls"]
     assert call["function"]["arguments"] == {"city": "Oslo"}
-    assert json.loads(read(AnswerFormat(None, format_of("<function=", ())), indented)[1][1]) == {"city": "  Oslo"}
+    assert json.loads(read(AnswerFormat(format_of("<function=", ())), indented)[1][1]) == {"city": "  Oslo"}
     dashed = families["gemma-4"].written(calls=[("get-weather", {})])
     with pytest.raises(ValueError):
         parse_response(dashed, by_type["gemma4"], prefix="")
-    assert read(AnswerFormat(None, format_of("<|tool_call>call:", ())), dashed)[0] == ["call", "get-weather"]
+    assert read(AnswerFormat(format_of("<|tool_call>call:", ())), dashed)[0] == ["call", "get-weather"]

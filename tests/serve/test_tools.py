@@ -90,7 +90,9 @@ THINKING = {
 }
 
 
-def test_a_response_template_of_the_tokenizer_goes_first(demo: tuple[Any, Any], monkeypatch: Any) -> None:
+def test_a_response_template_says_the_format_where_the_chat_template_shows_none(
+    demo: tuple[Any, Any], monkeypatch: Any
+) -> None:
     monkeypatch.setattr(demo[1], "response_template", THINKING, raising=False)
     call = 'CALL{"name": "weather", "arguments": {"city": "Oslo"}}END'
     with saying(demo, f"[THINK]Oslo is far.[/THINK]\n\nI look. {call}{call}") as serving:
@@ -102,6 +104,7 @@ def test_a_response_template_of_the_tokenizer_goes_first(demo: tuple[Any, Any], 
         content, thought, calls, reason = told(chunks)
         assert (content, thought, reason) == ("I look.", "Oslo is far.", "tool_calls")
         assert [call.index for call in calls] == [0, 1]
+        assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks) > 6, "arguments as they are written"
         assert sum(bool(getattr(chunk.choices[0].delta, "reasoning_content", None)) for chunk in chunks) > 2
         assert len(ask(serving, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
 

@@ -155,14 +155,40 @@ HERMES = next(row for row in FORMATS if row.name == "hermes")
 """That of most models, and of those whose template and vocabulary say nothing of another."""
 
 
-def format_of(template: str, added: Collection[str]) -> CallFormat:
-    """The format of a chat template's source; where it shows none, of the `added` tokens."""
+def format_of(source: str, added: Collection[str], template: dict[str, Any] | None = None) -> CallFormat:
+    """The format of a chat template's source; where it shows none, of a response `template` of transformers, or of the
+    `added` tokens.
+    """
 
-    for source in (template, added):
-        for row in FORMATS:
-            if any(all(word in source for word in sign.split()) for sign in row.signs):
-                return row
-    return HERMES
+    def shown(words: str | Collection[str]) -> CallFormat | None:
+        return next((row for row in FORMATS if any(all(w in words for w in sign.split()) for sign in row.signs)), None)
+
+    return shown(source) or _declared((template or {}).get("fields", {})) or shown(added) or HERMES
+
+
+def _declared(fields: dict[str, Any]) -> CallFormat | None:
+    """The format of calls in JSON between marks, which the fields of a response template name; None for another."""
+
+    def mark(field: dict[str, Any], side: str) -> str:
+        if side in field:
+            return str(field[side] if isinstance(field[side], str) else field[side][0])
+        pattern = regex.sub(r"\\s[*+?]*", "", field.get(f"{side}_pattern", ""))
+        pattern = regex.sub(r"\(\?P<name>[^()]*\)", "\0", pattern)
+        is_plain = not regex.search(r"(?<!\\)[][(){}.*+?|^$]|\\\w", pattern)
+        return regex.sub(r"\\(.)", r"\1", pattern) if is_plain else ""
+
+    calls = fields.get("tool_calls", {})
+    before, name, behind = mark(calls, "open").partition("\0")
+    known = {"content", "content_args"} & calls.keys() == {"content"} and calls["content"] == "json"
+    shape = {"name": "{name}", "arguments": "{content}"} if name else "{content}"
+    if not before or not known or calls.get("transform", {}).get("function") != shape:
+        return None
+    thoughts = (fields[key] for key in ("reasoning_content", "thinking", "reasoning") if key in fields)
+    think = next(((mark(field, "open"), mark(field, "close")) for field in thoughts), HERMES.think)
+    if name:
+        call = f"{{name}}{behind}{{arguments}}{mark(calls, 'close')}"
+        return CallFormat("declared", "json", (), (before, ""), call, think=think)
+    return CallFormat("declared", "object", (), (before, mark(calls, "close")), _OBJECT, think=think)
 
 
 def types_of(schema: dict[str, Any], key: str) -> set[str]:

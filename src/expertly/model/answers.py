@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import regex
-from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import parse_content
-from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from expertly.model.answer_formats import HERMES, CallFormat, flexible, format_of, is_json, typed, types_of
-
-_FAILURES = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
-"""What transformers' parser raises at the end of a text that is marked as a call but is not one."""
-
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # its names in response templates
 
 _IN_OBJECT = regex.compile(  # the beginning of a call in an object, in the usual order
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*'
@@ -66,12 +59,10 @@ class AnswerPart:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model's answers are parsed: by the response template that its tokenizer brings, if the prompt begins an
-    answer as that says, else by the format that its chat template and vocabulary show. `thinks`: it may write
-    reasoning; `is_asked_to`: the template shows how.
+    """How a model's answers are parsed: by the format that its chat template shows, or a response template of its
+    tokenizer, or its vocabulary. `thinks`: it may write reasoning; `is_asked_to`: the template shows how.
     """
 
-    template: dict[str, Any] | None = None
     calls: CallFormat = HERMES
     thinks: bool = True
     is_asked_to: bool = True
@@ -79,14 +70,10 @@ class AnswerFormat:
     @classmethod
     def of(cls, tokenizer: Any, source: str, added: Collection[str]) -> AnswerFormat:
         """`source`: the chat template; `added`: tokens that are in the vocabulary as they are."""
-        template = getattr(tokenizer, "response_template", None)
-        calls = format_of(source, added)
-        for name, known in (template or {"fields": {}})["fields"].items():
-            if name in _REASONING and {type(known.get(mark)) for mark in ("open", "close")} == {str}:
-                return cls(template, replace(calls, think=(known["open"], known["close"])))
+        calls = format_of(source, added, getattr(tokenizer, "response_template", None))
         mark = calls.think[0].partition(">")[0]
-        is_shown = mark in source
-        return cls(template, calls, is_shown or any(token.startswith(mark) for token in added), is_shown)
+        is_shown = mark in source or calls.name == "declared"
+        return cls(calls, is_shown or any(token.startswith(mark) for token in added), is_shown)
 
     def reader(
         self,
@@ -103,14 +90,9 @@ class AnswerFormat:
         it is complete, and one that turns out wrong is content. `is_constrained`: the answer follows a grammar, and is
         calls in the format `calls` or content.
         """
-        template = None if is_constrained else self.template
-        if template is not None and load_response_template(template).start_anchor_re.search(prompt) is not None:
-            known = template["fields"].items()
-            fields = {name: {**field, "optional": True} for name, field in known if tools or name != "tool_calls"}
-            return TemplateReader({**template, "fields": fields}, prompt, tools, is_single)
         if not (tools or self.thinks or self.calls.kind == "harmony"):
             return None
-        return FormatReader(self.calls, stage or self.stage(prompt), tools, is_single, is_whole, is_constrained)
+        return AnswerReader(self.calls, stage or self.stage(prompt), tools, is_single, is_whole, is_constrained)
 
     def stage(self, prompt: str, prefill: str = "") -> Stage:
         """What `prompt` says of the reasoning of its answer. `prefill`: of the answer, which `prompt` ends with."""
@@ -123,18 +105,8 @@ class AnswerFormat:
         return "may think" if self.thinks else "content"
 
 
-class AnswerReader(Protocol):
-    marks: str | None
-    """Special tokens that the text must hold; None: all."""
-
-    def add(self, text: str) -> list[AnswerPart]: ...
-
-    def end(self) -> list[AnswerPart]:
-        """The rest, behind the last text."""
-
-
 @dataclass(eq=False)
-class FormatReader:
+class AnswerReader:
     """Parses an answer by a format. A text that is marked as a call but is none is content, and so is all behind it.
 
     The text up to `_place` is parsed, and up to `_told` in parts.
@@ -148,7 +120,7 @@ class FormatReader:
     is_constrained: bool
 
     def __post_init__(self) -> None:
-        self.marks: str | None = self.form.text
+        self.marks = self.form.text  # the text must hold these special tokens
         self._tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
         self._text, self._place, self._told, self._is_end = "", 0, 0, False
         self._parts: list[AnswerPart] = []
@@ -381,71 +353,6 @@ class FormatReader:
             json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
         self._parts += self._held
         self._held, self._told, self._trims = [], self._place, True
-
-
-class TemplateReader:
-    """Parses an answer with transformers' parser, as a response template says; calls are told when they are complete.
-    Text that is marked as a call but is none is content, and so is all behind it.
-    """
-
-    marks: str | None = None
-
-    def __init__(self, template: dict[str, Any], prompt: str, tools: Sequence[dict[str, Any]], is_single: bool) -> None:
-        loaded = load_response_template(template)
-        self._make = lambda: ResponseParser(loaded, prefix=prompt, tools=list(tools))
-        self._parser: ResponseParser | None = self._make()
-        self._calls = loaded.fields.get("tool_calls")
-        self._is_single = is_single
-        self._has_call = False
-        self._text = ""  # all that came
-        self._trims = bool(loaded.truncate_past_last_anchor(prompt))  # the next text loses white space before it
-
-    def add(self, text: str) -> list[AnswerPart]:
-        self._text += text
-        if self._parser is None:
-            return self._shown("content", text)
-        return self._parsed(text, self._parser, lambda parser: parser.feed(text))
-
-    def end(self) -> list[AnswerPart]:
-        return [] if self._parser is None else self._parsed("", self._parser, lambda parser: parser.finalize()[1])
-
-    def _parsed(self, text: str, parser: ResponseParser, advance: Callable[[ResponseParser], Any]) -> list[AnswerPart]:
-        try:
-            return self._events(advance(parser))
-        except _FAILURES:
-            self._parser = None
-        # in the last `text` something ended that is marked as a call but is none: from its mark on all is content
-        done = len(self._text) - len(text)
-        again, parts = self._make(), []
-        again.feed(self._text[:done])
-        for letter in text:
-            done += 1
-            try:
-                parts += self._events(again.feed(letter))
-            except _FAILURES:
-                break
-        opened = [] if self._calls is None else list(self._calls.open_re.finditer(self._text, 0, done))
-        return parts + self._shown("content", self._text[opened[-1].start() :] if opened else "")
-
-    def _events(self, events: list[dict[str, Any]]) -> list[AnswerPart]:
-        parts: list[AnswerPart] = []
-        for event in events:
-            name, step = event.get("field"), event["type"]
-            if step == "region_chunk" and not event.get("dirty") and name in (*_REASONING, "content"):
-                parts += self._shown("content" if name == "content" else "reasoning", event["text"])
-            elif name in _REASONING:
-                self._trims = True
-            elif step == "region_close" and name == "tool_calls":
-                for call in event["value"] if isinstance(event["value"], list) else [event["value"]]:
-                    called = _called(call["function"])
-                    parts += [] if self._is_single and self._has_call else called
-                    self._has_call = self._trims = True
-        return parts
-
-    def _shown(self, kind: Literal["reasoning", "content"], text: str) -> list[AnswerPart]:
-        text = text.lstrip() if self._trims else text
-        self._trims = self._trims and not text
-        return [AnswerPart(kind, text)] if text else []
 
 
 def _called(said: Any) -> list[AnswerPart]:
