@@ -130,7 +130,7 @@ def openai_checks(url: str) -> list[Check]:
             lambda: len(client.completions.create(model="demo", prompt=["a", "b"]).choices) == 2,
         ),
         ("logprobs", lambda: len(chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content[0].top_logprobs) == 2),
-        ("top_k, min_p, unknown fields", lambda: chat(extra_body={"top_k": 1, "min_p": 0.1, "mirostat": 2}).id),
+        ("top_k, min_p, unknown fields", lambda: chat(extra_body={"top_k": 1, "min_p": 0.1, "colour": 2}).id),
         ("json_object", lambda: chat(response_format={"type": "json_object"}).choices[0].message.content[0] == "{"),
         (
             "json_schema",
@@ -274,10 +274,9 @@ def instructor_checks(url: str) -> list[Check]:
 
 
 def instructor_loop(url: str, name: str) -> Any:
-    """It forces its calls, in formats where that can be done."""
+    """It forces its calls."""
     import instructor
     import openai
-    from instructor.core import InstructorRetryException
     from pydantic import BaseModel
 
     class weather(BaseModel):
@@ -287,8 +286,6 @@ def instructor_loop(url: str, name: str) -> Any:
     ask = instructor.from_openai(raw, mode=instructor.Mode.TOOLS).chat.completions.create
     said: Any = [{"role": "user", "content": f"Oslo? @{name} call@"}]
     asked: Any = {"model": "demo", "messages": said, "response_model": weather, "max_retries": 0}
-    if name == "gemma-4":
-        return is_refused(InstructorRetryException, ask, **asked)
     return ask(**asked).city in ("Oslo", "Rome")
 
 

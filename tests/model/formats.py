@@ -47,7 +47,7 @@ CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock", "para
 @dataclass(frozen=True)
 class Family:
     """`answer`: what a template writes behind `begin` for a message. `special`: added tokens that are special there,
-    `plain`: those that are not. `can_force`: whether a call can be forced.
+    `plain`: those that are not.
     """
 
     name: str
@@ -56,7 +56,6 @@ class Family:
     answer: str
     special: tuple[str, ...]
     plain: tuple[str, ...] = ()
-    can_force: bool = True
 
     @property
     def template(self) -> str:
@@ -262,7 +261,6 @@ FAMILIES = (
         + EACH
         + "<|tool_call>call:{{ call.name }}{{ value(call.arguments) }}<tool_call|>{% endfor %}",
         ("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|tool_response>"),
-        can_force=False,
     ),
     Family(
         "mistral",

@@ -94,7 +94,7 @@ OWN = {
 
 ASKS = (
     "allowed_token_ids bad_words min_tokens prompt_logprobs truncate_prompt_tokens json_schema grammar guided_json"
-    " n_predict max_new_tokens typical_p repeat_penalty length_penalty no_repeat_ngram_size use_beam_search"
+    " n_predict max_new_tokens typical_p mirostat repeat_penalty length_penalty no_repeat_ngram_size use_beam_search"
     " include_stop_str_in_output skip_special_tokens chat_template documents enable_thinking audio"
     " mcp_servers functions function_call background previous_response_id conversation suffix "
 ) + " ".join(OWN.values())

@@ -181,9 +181,6 @@ class Grammars:
     ) -> LLMatcher:
         """A grammar of reasoning, then a call of one of `tools` or a text that follows `wish`. Raises ApiError."""
         form, param = answers.calls, "tools" if wish is None else wish.param
-        if tools and form.kind == "gemma":
-            sentence = f"the calls of this model's chat template ({form.name}) cannot be forced"
-            raise invalid(f"tools: {sentence}; accepted: tool_choice auto or none, no response_format", "tool_choice")
 
         def text(stage: Stage) -> str:
             rules = Rules(self._tokens)

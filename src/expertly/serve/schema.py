@@ -96,7 +96,7 @@ CANNOT = {name: sentence for names, sentence in {
         "use max_tokens, of /v1/responses max_output_tokens",
     "n best_of logprobs top_logprobs prompt_logprobs echo": "use n and logprobs of /v1/chat/completions",
     "min_tokens allowed_token_ids bad_words": "use logit_bias: -100 for what may not come, as the end of a text",
-    "typical_p top_a tfs_z dry_multiplier xtc_probability no_repeat_ngram_size length_penalty repeat_penalty":
+    "typical_p top_a tfs_z mirostat dry_multiplier xtc_probability no_repeat_ngram_size length_penalty repeat_penalty":
         "use temperature, top_p, top_k, min_p and repetition_penalty",
     "use_beam_search include_stop_str_in_output skip_special_tokens suffix truncate_prompt_tokens chat_template":
         "this server has only what is the default",

@@ -139,6 +139,8 @@ class Service:
         answers, constraint = self.prompts.answers, None if asked.forced else asked.constraint
         stage = answers.stage(begun, asked.messages[-1].text if asked.continue_final_message else "")
         if constraint is not None or asked.forced:
+            if answers.calls.kind == "gemma":  # no library has a schema in Gemma's own way: its arguments are JSON then
+                answers = replace(answers, calls=replace(answers.calls, kind="json", parameter=""))
             making = self._grammars.of_answer(constraint, answers, stage, asked.forced or asked.offered)
             sampling = replace(sampling, grammar=await making)
         how: Json = {"stage": stage, "is_single": asked.parallel_tool_calls is False, "is_whole": not asked.stream}
