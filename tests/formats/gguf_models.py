@@ -346,6 +346,33 @@ CASES: dict[str, Case] = {
         },
         LATENT,
     ),
+    "mistral 4": Case(
+        "mistral4",
+        "mistral4",
+        LATENT_SIZES
+        | {
+            "head_dim": 24,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 24,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+        lambda config: {
+            **_latent_metadata(config),
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 24,
+            "rope.scaling.yarn_log_multiplier": 0.1,
+            "attention.temperature_scale": 0.5,
+            "attention.temperature_length": 24,
+        },
+        LATENT,
+    ),
     "glm 4.7 flash": Case(
         "deepseek2",
         "glm4_moe_lite",

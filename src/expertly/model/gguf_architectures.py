@@ -312,6 +312,14 @@ def _latent_fields(said: Values) -> Values:
     }
 
 
+_TENTH = _Kind("0.1", lambda value: _is_number(value) and math.isclose(value, 0.1, rel_tol=1e-6))
+
+
+def _mistral4(said: Values) -> Values:
+    scale = {"llama_4_scaling_beta": said["attention.temperature_scale"]}
+    return _latent_fields(said) | {"rope_parameters": said["rope_parameters"] | scale}
+
+
 def _ssm(kernel: str, state: str, groups: str, heads: str) -> dict[str, _Key | _Kind]:
     """Fields of state spaces; "": there is none, or `more` makes it."""
     named = {"conv_kernel": kernel, "state_size": state, "group_count": groups, "time_step_rank": heads}
@@ -486,6 +494,25 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention.indexer.top_k": _Key("index_topk", _SIZE),
         },
         more=lambda source: _latent_fields(source) | _mlp_types(source),
+        **_LATENT_TENSORS,
+    ),
+    "mistral4": Architecture(
+        "mistral4",
+        keys=_LATENT
+        | _SOFTMAX
+        | {
+            "rope.scaling.original_context_length": _Key("", _SIZE),
+            "rope.scaling.yarn_log_multiplier": _Key("", _TENTH),
+            "attention.temperature_scale": _Key("", _NOT_BELOW_0, 0.0),
+            "attention.temperature_length": _Key(
+                "",
+                lambda said: _one_of(said["rope.scaling.original_context_length"]),
+                _as("rope.scaling.original_context_length"),
+            ),
+        },
+        fixed={"architectures": ["Mistral4ForCausalLM"]},  # not in the map of language models
+        more=_mistral4,
+        scalings=("yarn",),
         **_LATENT_TENSORS,
     ),
     "glm4moe": Architecture("glm4_moe", keys=_SIGMOID, has=_BIAS, has_partial_rope=True),
@@ -757,7 +784,7 @@ def fields_of(files: GgufFiles, name: str, num_rows: int) -> Values:
     fields["vocab_size"] = said.take("vocab_size", _one_of(num_rows), num_rows)
     head_dim = values["attention.key_length"]
     factors = {tensor: vector(files, tensor, _NUMBER.is_right) for tensor in FACTORS if tensor not in row.vectors}
-    fields["rope_parameters"] = _rope_of(said, row, values, factors)
+    fields["rope_parameters"] = values["rope_parameters"] = _rope_of(said, row, values, factors)
     if "attention.scale" not in values:
         scale = said.take("attention.scale", _ANY, 0.0)
         if scale and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
@@ -820,7 +847,8 @@ def _rope_of(said: _Metadata, row: Architecture, values: Values, factors: Mappin
     old = said.take("rope.scale_linear", _ANY, 1.0)
     factor = said.take("rope.scaling.factor", _NUMBER, (old or 1.0) if is_unsaid else None)
     attention = said.take("rope.scaling.attn_factor", _NUMBER, 1.0)
-    original = said.take("rope.scaling.original_context_length", _SIZE, values["context_length"])
+    original = values.get("rope.scaling.original_context_length")
+    original = original or said.take("rope.scaling.original_context_length", _SIZE, values["context_length"])
     beta_fast = said.take("rope.scaling.yarn_beta_fast", _NUMBER, 32.0)
     beta_slow = said.take("rope.scaling.yarn_beta_slow", _NUMBER, 1.0)
     mixing = said.take("rope.scaling.yarn_ext_factor", _ANY, -1.0)
