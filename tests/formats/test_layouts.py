@@ -238,6 +238,37 @@ def test_stacked_experts_in_fp8(block: int, scale: str, tmp_path: Path) -> None:
     assert_holds(store, tmp_path / "model", plain)
 
 
+@pytest.mark.parametrize("is_quantised", [True, False])
+def test_llama_4_with_a_tensor_for_each_expert(is_quantised: bool, tmp_path: Path) -> None:
+    """As llm-compressor writes it: [outputs, inputs], where transformers has all experts in one, turned."""
+    every_family.make_model("llama4_text", hidden_size=128, intermediate_size=128).save_pretrained(tmp_path / "source")
+    tensors = read_tensors(tmp_path / "source")
+    decoded = dict(tensors)
+    for name in [name for name in tensors if ".experts." in name]:
+        path, _, last = name.rpartition(".")
+        experts = tensors.pop(name).mT
+        scales = experts.abs().amax(2, keepdim=True) / 448
+        codes = (experts / scales).to(torch.float8_e4m3fn)
+        if is_quantised:
+            decoded[name] = (codes.float() * scales).mT.contiguous()
+        for part in ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,):
+            rows = slice(128 * (part == "up_proj"), 128 * (part == "up_proj") + 128)
+            for expert in range(len(experts)):
+                stem = f"{path}.{expert}.{part}"
+                tensors[f"{stem}.weight"] = (codes if is_quantised else experts)[expert, rows].contiguous()
+                if is_quantised:
+                    tensors[f"{stem}.weight_scale"] = scales[expert, rows]
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    quantization = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    more = {"quantization_config": quantization} if is_quantised else {}
+    source = write_checkpoint(tmp_path / "model", tensors, tmp_path / "source", **more)
+    plain = write_checkpoint(tmp_path / "decoded", decoded, tmp_path / "source")
+    store = pack(source, tmp_path / "store")
+    assert store.manifest.stored_as == ("fp8_rows" if is_quantised else "float32")
+    assert_holds(store, source, plain)
+
+
 OF_TENSOR = scheme(FP8, "tensor")
 SEVERAL: dict[str, tuple[tuple[dict[str, Any], ...], str]] = {
     "fp8 attention, int4 experts": (

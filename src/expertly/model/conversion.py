@@ -104,12 +104,37 @@ def make_layout(quantization: object, dtype: str) -> Layout | None:
     return layout
 
 
+def _of_single_experts(sites: Sequence[ExpertsSite], transforms: Sequence[Any]) -> list[Any]:
+    """Converters of `experts.0.gate_proj.weight` and its like, as llm-compressor writes Llama 4, for sites of which
+    transformers only reads stacked experts.
+    """
+    targets = tuple(pattern for transform in transforms for pattern in getattr(transform, "target_patterns", ()))
+    made: dict[str, Any] = {}
+    for site in sites:
+        path = ".".join(site.name.split(".")[-2:])
+        if not site.is_concatenated or any(f"{path}.{site.weight_names[0]}".endswith(target) for target in targets):
+            continue
+        turn = [core_model_loading.Transpose(dim0=1, dim1=2)] if site.is_transposed else []
+        for name in site.weight_names:
+            parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+            join = [core_model_loading.Concatenate(dim=1)] if parts[1:] else []
+            made[f"{path}.{name}"] = core_model_loading.WeightConverter(
+                [f"{path}.*.{part}.weight" for part in parts],
+                f"{path}.{name}",
+                [core_model_loading.MergeModulelist(dim=0), *join, *turn],
+            )
+    return list(made.values())
+
+
 class Conversion:
     """transformers' mapping for one model, from checkpoint names to parameters."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, layout: Layout | None = None, sites: Sequence[ExpertsSite] = ()) -> None:
+        """`sites`: whose experts may also have a tensor each where transformers' mapping has none such."""
         self._model, self._layout = model, layout
+        self._turned = {parameter for site in sites if site.is_transposed for parameter in site.parameters}
         transforms = conversion_mapping.get_model_conversion_mapping(model)
+        transforms = [*transforms, *_of_single_experts(sites, transforms)]
         transforms = transforms if layout is None else extended(transforms, layout)
         self._renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
         self._converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
@@ -119,8 +144,11 @@ class Conversion:
     def keeps_rows(self, group: Group) -> bool:
         """Whether a parameter's (or an expert's) rows are those of its group's matrices, in the order of `patterns`."""
         places = {"MergeModulelist": 0, "Concatenate": 1, "ConcatenateRows": 1}
+        is_turned = group.is_per_expert and group.target in self._turned  # so that an expert's own matrices are not
         return group.is_dequantized and all(
-            isinstance(operation, Dequantize) or places.get(type(operation).__name__) == getattr(operation, "dim", None)
+            isinstance(operation, Dequantize)
+            or (is_turned and isinstance(operation, core_model_loading.Transpose))
+            or places.get(type(operation).__name__) == getattr(operation, "dim", None)
             for operation in group.operations
         )
 

@@ -347,12 +347,12 @@ class Packing:
             raise UnsupportedModelError(f"{checkpoint.folder / 'config.json'}: {error}") from None
         model = build_meta_model(config_of(checkpoint), self._torch_dtype)
         self._kept, self._model, self._tables = kept, model, table_modules(model)
-        self._plain = made = Conversion(model)
+        self._sites = find_experts(model, ITEMSIZE[dtype])
+        self._plain = made = Conversion(model, sites=self._sites)
         if layout is not None:
-            made = GgufConversion(model, checkpoint.gguf) if checkpoint.gguf else Conversion(model, layout)
+            made = GgufConversion(model, checkpoint.gguf) if checkpoint.gguf else Conversion(model, layout, self._sites)
         self._conversion = made
         groups, self._unexpected = made.groups(checkpoint.tensors)
-        self._sites = find_experts(model, ITEMSIZE[dtype])
         self._readers = [ExpertsReader(site, checkpoint, made, groups, kept, rounding) for site in self._sites]
         expert_names = set().union(*(reader.source_names for reader in self._readers))
         self._check_unexpected()
