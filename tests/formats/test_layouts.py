@@ -176,6 +176,7 @@ MADE: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "fp8 of modelopt": (lambda one: fp8(one, *OF_FP8), MODELOPT | {"quant_algo": "FP8"}, "fp8"),
     "AutoFP8": (lambda one: fp8(one, *OF_FP8), STATIC | {"ignored_layers": ["lm_head"]}, "fp8"),
+    "fp8 of FBGEMM": (lambda one: fp8(one, *OF_FP8, rows=True), {"quant_method": "fbgemm_fp8"}, "fp8_rows"),
     "fp8 a row": (lambda one: fp8(one, *OF_FP8, rows=True), STATIC, "fp8_rows"),
 }
 
@@ -238,9 +239,21 @@ def test_stacked_experts_in_fp8(block: int, scale: str, tmp_path: Path) -> None:
     assert_holds(store, tmp_path / "model", plain)
 
 
-@pytest.mark.parametrize("is_quantised", [True, False])
-def test_llama_4_with_a_tensor_for_each_expert(is_quantised: bool, tmp_path: Path) -> None:
-    """As llm-compressor writes it: [outputs, inputs], where transformers has all experts in one, turned."""
+WEIGHTS = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+LLAMA_4: dict[str, tuple[dict[str, Any] | None, str]] = {
+    "llm-compressor, plain": (None, "float32"),
+    "llm-compressor": (
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": WEIGHTS}},
+        "fp8_rows",
+    ),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "float32"),
+}
+
+
+@pytest.mark.parametrize("maker", LLAMA_4)
+def test_llama_4_as_others_write_it(maker: str, tmp_path: Path) -> None:
+    """llm-compressor a tensor for each expert, [outputs, inputs]; FBGEMM as transformers, all in one and turned."""
+    quantization, stored_as = LLAMA_4[maker]
     every_family.make_model("llama4_text", hidden_size=128, intermediate_size=128).save_pretrained(tmp_path / "source")
     tensors = read_tensors(tmp_path / "source")
     decoded = dict(tensors)
@@ -249,23 +262,23 @@ def test_llama_4_with_a_tensor_for_each_expert(is_quantised: bool, tmp_path: Pat
         experts = tensors.pop(name).mT
         scales = experts.abs().amax(2, keepdim=True) / 448
         codes = (experts / scales).to(torch.float8_e4m3fn)
-        if is_quantised:
+        if quantization:
             decoded[name] = (codes.float() * scales).mT.contiguous()
+        if maker == "fbgemm":
+            of_outputs = scales if last == "down_proj" else scales.mT.contiguous()
+            tensors |= {name: codes.mT.contiguous(), f"{name}_scale": of_outputs}
+            continue
         for part in ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,):
             rows = slice(128 * (part == "up_proj"), 128 * (part == "up_proj") + 128)
             for expert in range(len(experts)):
                 stem = f"{path}.{expert}.{part}"
-                tensors[f"{stem}.weight"] = (codes if is_quantised else experts)[expert, rows].contiguous()
-                if is_quantised:
+                tensors[f"{stem}.weight"] = (codes if quantization else experts)[expert, rows].contiguous()
+                if quantization:
                     tensors[f"{stem}.weight_scale"] = scales[expert, rows]
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    quantization = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
-    more = {"quantization_config": quantization} if is_quantised else {}
-    source = write_checkpoint(tmp_path / "model", tensors, tmp_path / "source", **more)
+    source = write_checkpoint(tmp_path / "model", tensors, tmp_path / "source", quantization_config=quantization)
     plain = write_checkpoint(tmp_path / "decoded", decoded, tmp_path / "source")
     store = pack(source, tmp_path / "store")
-    assert store.manifest.stored_as == ("fp8_rows" if is_quantised else "float32")
+    assert store.manifest.stored_as == stored_as
     assert_holds(store, source, plain)
 
 

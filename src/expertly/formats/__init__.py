@@ -16,7 +16,7 @@ from typing import Any
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.core.geometry import LayerGeometry
 from expertly.formats.compressed import CompressedLayout, ModelOptLayout
-from expertly.formats.fp8 import FP8, FP8_ROWS, Fp8Layout
+from expertly.formats.fp8 import FP8, FP8_ROWS, FbgemmLayout, Fp8Layout
 from expertly.formats.gguf import GGUF_FORMATS, Q4_0, Q8_0
 from expertly.formats.gptq import AwqLayout, GptqLayout, auto_round
 from expertly.formats.halves import HALVES
@@ -69,6 +69,7 @@ def check_format(layer: LayerGeometry) -> None:
 LAYOUTS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
     "mxfp4": Mxfp4Layout,
     "fp8": Fp8Layout,
+    "fbgemm_fp8": FbgemmLayout,
     "compressed-tensors": CompressedLayout,
     "compressed_tensors": CompressedLayout,
     "modelopt": ModelOptLayout,

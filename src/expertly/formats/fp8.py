@@ -155,3 +155,29 @@ class Fp8Layout(Layout):
         if not self._is_fp4:
             raise CheckpointError(f"weights in {codes.dtype}: must be FP8, as config.json has it")
         return Matrix(codes, scales, 4, 2 * codes.shape[-1], is_e2m1=True, block=(1, 32))
+
+
+class FbgemmLayout(Fp8Layout):
+    """`quant_method` fbgemm_fp8: a scale for each output. Llama 4's stacked experts are [E, inputs, outputs]."""
+
+    is_fused_turned = True
+
+    def __init__(self, quantization: Mapping[str, Any], dtype: str) -> None:
+        super().__init__({"weight_block_size": None}, dtype)
+
+    def accepted(self, stem: str, tensors: Mapping[str, Header], size: list[int]) -> Accepted:
+        if self.fused[0] not in tensors:
+            return super().accepted(stem, tensors, size)
+        *lead, _, outputs = size
+        shapes = [[*lead, 1, outputs], [*lead, outputs, 1]]  # the latter of down, whatever the order of its numbers
+        return {self.fused[0]: (("F8_E4M3",), [size]), self.fused[1]: (("F32", "BF16", "F16"), shapes)}
+
+    def form_of(self, stem: str, tensors: Mapping[str, Header]) -> TiledFormat | None:
+        return None if self.fused[0] in tensors else super().form_of(stem, tensors)
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> Matrix:
+        if self.fused[0] not in tensors:
+            return super().read(tensors)
+        codes, scales = tensors.values()
+        *lead, inputs, outputs = codes.shape
+        return Matrix(codes, scales.float().reshape(*lead, 1, outputs), block=(inputs, 1))

@@ -306,7 +306,7 @@ GGUF_FORMATS = (
     _AsStored("IQ1_S", 21, 256, 50, 0),
     _IQ1_M("IQ1_M", 22, 256, 56),
 )
-SCALED_NVFP4 = "NVFP4, scaled"
+SCALED_NVFP4 = "NVFP4 with a scale beside it"
 OF_GGUF_TYPE: dict[str, TiledFormat] = {
     **{form.type: form for form in (*GGUF_FORMATS, *HALVES)},
     "MXFP4": _GgufMxfp4(),

@@ -46,6 +46,8 @@ class Layout:
     """Endings of all tensors that matrices may have, in the order in which `read` gets them."""
     fused: tuple[str, ...] = ()
     """The same of stacked experts, [E, ...], whose names lack ".weight"."""
+    is_fused_turned = False
+    """Whether these are [E, inputs, outputs]."""
     stacked: Mapping[str, Sequence[str]] = {}
     """Endings of parameters of experts, [E, rows, columns], and of the stacked matrices whose rows they have."""
     renamed: Mapping[str, str] = {}

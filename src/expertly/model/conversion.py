@@ -145,6 +145,9 @@ class Conversion:
         """Whether a parameter's (or an expert's) rows are those of its group's matrices, in the order of `patterns`."""
         places = {"MergeModulelist": 0, "Concatenate": 1, "ConcatenateRows": 1}
         is_turned = group.is_per_expert and group.target in self._turned  # so that an expert's own matrices are not
+        layout, first = self._layout, plain_name(group.patterns[0])
+        if layout is not None and layout.is_fused_turned and first.endswith(layout.fused[0]):
+            return False
         return group.is_dequantized and all(
             isinstance(operation, Dequantize)
             or (is_turned and isinstance(operation, core_model_loading.Transpose))
