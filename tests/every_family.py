@@ -63,6 +63,7 @@ SIZES = {
 
 # fmt: off
 MORE: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}, "ffn_config": {"moe_top_k": 2}},
     "deepseek_ocr2": {"text_config": {
         "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     }},

@@ -21,8 +21,8 @@ formats of UNITS added. A field that a row lacks makes its cell "-".
 `llama.cpp` becomes `llama.cpp.tokens_per_s`. A column `"{peer}": "{tokens_per_s}"` is then one for each `peer`.
 
 Between `<!-- options -->` and `<!-- /options -->` stand the options of `expertly.load`, from expertly.options; between
-`<!-- families -->` and `<!-- /families -->` the families of tests/engine/test_every_family.py, and between `<!-- num
--->` and `<!-- /num -->` how many of them run.
+`<!-- families -->` and `<!-- /families -->` the families of tests/engine/test_every_family.py, and between `<!-- run
+-->` and `<!-- /run -->` how many of them run, and which.
 
 Refused: a file that is missing; one measured from a tree with uncommitted changes; one whose command names no script of
 this repository, so that nobody can run it again; a field that no row has; a table without rows.
@@ -52,7 +52,7 @@ SCRIPT = re.compile(r"\bpython (?P<path>\S+\.py)\b")
 OPTIONS = re.compile(r"<!-- options -->\n.*?<!-- /options -->", re.DOTALL)
 
 FAMILIES = re.compile(r"<!-- families -->\n.*?<!-- /families -->", re.DOTALL)
-NUM_FAMILIES = re.compile(r"<!-- num -->\d*<!-- /num -->")
+RUN = re.compile(r"<!-- run -->[^<]*<!-- /run -->")
 
 UNITS: Mapping[str, Callable[[float], str]] = {
     "ms": lambda seconds: f"{seconds * 1e3:.3g} ms",
@@ -181,8 +181,8 @@ def with_options(text: str) -> str:
 
 
 def with_families(text: str) -> str:
-    """The page with the table of families that it asks for, and their number, made anew."""
-    if not FAMILIES.search(text) and not NUM_FAMILIES.search(text):
+    """The page with the table or list of families that it asks for made anew."""
+    if not FAMILIES.search(text) and not RUN.search(text):
         return text
     sys.path.insert(0, str(REPOSITORY))
     every_family = importlib.import_module("tests.every_family")
@@ -202,7 +202,7 @@ def with_families(text: str) -> str:
         lines.append(f"| {title}: {len(names)} | {', '.join(names)} |")
     table = "\n".join(lines)
     text = FAMILIES.sub(lambda _: f"<!-- families -->\n\n{table}\n\n<!-- /families -->", text)
-    return NUM_FAMILIES.sub(f"<!-- num -->{len(runs)}<!-- /num -->", text)
+    return RUN.sub(f"<!-- run -->{len(runs)}: {', '.join(runs)}<!-- /run -->", text)
 
 
 def main() -> int:

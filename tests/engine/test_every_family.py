@@ -25,12 +25,12 @@ MORE = [("resident", "100%"), ("expertly-ahead", "100%"), ("lru:segments=2", "25
 """One of them for each family, in turn."""
 
 CANNOT_BE_MADE = {
-    "dbrx": "transformers cannot make it from its default config",
     "diffusion_gemma": "its default has no experts; it writes blocks of tokens, without logits",
     "qwen3_omni_moe": "it writes speech beside text; its text is qwen3_omni_moe_thinker",
 }
 
 REFUSED = {
+    "dbrx": "its experts are rows of one matrix",
     "doge": "its experts are rows of a table",
     "jetmoe": "its attention has experts, too, which are called in two parts",
 }
