@@ -30,6 +30,7 @@ from tests.families import NUM_EXPERTS, VOCAB_SIZE, generate, make_prompts
 from tests.formats.gguf_files import SCALES, WORDS, load_gguf, make_gguf, set_scales
 from tests.formats.references import assert_computes, assert_is_the_same
 from tests.model.checkpoints import refused
+from tests.tables import pairs
 
 SMALL = {"hidden": 64, "intermediate": 128}
 DOWN = "blk.1.ffn_down_exps.weight"
@@ -70,8 +71,15 @@ def test_types_may_differ_between_layers_and_matrices(
     in_file = sum(ref.nbytes for name, ref in open_checkpoint(path).tensors.items() if "_exps" in name)
     assert in_file <= store.experts_nbytes <= 1.005 * in_file, "but for padding"
     assert set(store.manifest.dense_formats.values()) == {dense.lower(), "q8_0"}
-    usages = [("lru", "25%", 1), ("expertly-ahead", "25%", 4), ("lru", "100%", 4), ("moepic", "50%", 4)]
-    assert_computes(store.folder, load_gguf(path), usages if kernels == "auto" else usages[1:2], near=1e-5)
+    usages = [*pairs(("lru", "expertly-ahead"), ("25%", "100%"), (1, 2, 4)), ("moepic", "50%", 4)]
+    few = usages if kernels == "auto" else [("expertly-ahead", "25%", 4)]
+    assert_computes(store.folder, load_gguf(path), few, near=1e-5)
+
+
+def test_every_type_is_in_a_mix() -> None:
+    assert {kind for kinds in MIXES.values() for kind in " ".join(kinds).split()} == OF_GGUF_TYPE.keys() - {
+        SCALED_NVFP4
+    }
 
 
 def test_rows_need_not_be_whole_blocks_of_the_inner_matrices(tmp_path: Path) -> None:
