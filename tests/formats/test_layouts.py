@@ -282,6 +282,40 @@ def test_llama_4_as_others_write_it(maker: str, tmp_path: Path) -> None:
     assert_holds(store, source, plain)
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "mistral4"])
+def test_experts_that_transformers_stacks_may_have_a_tensor_each(family: str, tmp_path: Path) -> None:
+    every_family.make_model(family).save_pretrained(tmp_path / "source")
+    tensors = read_tensors(tmp_path / "source")
+    for name in [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        stem, _, last = name.rpartition(".")
+        for number, expert in enumerate(tensors.pop(name)):
+            parts = {last: expert}
+            if last == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+            tensors |= {f"{stem}.{number}.{part}.weight": matrix.clone() for part, matrix in parts.items()}
+    apart = pack(write_checkpoint(tmp_path / "apart", tensors, tmp_path / "source"), tmp_path / "of_apart")
+    store = pack(tmp_path / "source", tmp_path / "store")
+    for layer in range(len(store.manifest.layers)):
+        assert torch.equal(read_experts(apart, layer), read_experts(store, layer))
+
+
+def test_the_text_of_a_model_of_images_may_be_quantised_alone(tmp_path: Path) -> None:
+    """As Kimi-K2.5 is published: `quantization_config` is in its `text_config`."""
+    model = every_family.make_model("kimi_k25")
+    model.save_pretrained(tmp_path / "source")
+    tensors = read_tensors(tmp_path / "source")
+    decoded = dict(tensors)
+    for name in [name for name in tensors if ".experts." in name]:
+        made, decoded[name] = fp8(tensors.pop(name), *OF_FP8, rows=True)
+        tensors |= {name.removesuffix(".weight") + ending: part for ending, part in made.items()}
+    text = json.loads((tmp_path / "source" / "config.json").read_text())["text_config"]
+    text["quantization_config"] = LLAMA_4["llm-compressor"][0]
+    source = write_checkpoint(tmp_path / "model", tensors, tmp_path / "source", text_config=text)
+    plain = write_checkpoint(tmp_path / "decoded", decoded, tmp_path / "source")
+    reference = type(model).from_pretrained(plain).eval()
+    assert_computes(pack(source, tmp_path / "store", "float32").folder, reference, [("expertly-ahead", "25%", 1)])
+
+
 OF_TENSOR = scheme(FP8, "tensor")
 SEVERAL: dict[str, tuple[tuple[dict[str, Any], ...], str]] = {
     "fp8 attention, int4 experts": (
@@ -306,6 +340,32 @@ def test_several_groups_of_a_config(name: str, tmp_path: Path) -> None:
     store = pack(source, tmp_path / "store")
     assert store.manifest.stored_as == stored_as
     assert_holds(store, source, plain)
+
+
+def test_what_configs_of_compressed_tensors_leave_out_or_say_of_other_things(tmp_path: Path) -> None:
+    """The strategy, which the size of a group says; groups of activations; a sparsity that is none; an older name."""
+    source, _ = make_compressed(tmp_path / "model", F32, COMPRESSED["int4 g64"][0])
+    usual = json.loads((source / "config.json").read_text())["quantization_config"]
+    wanted = pack(source, tmp_path / "store")
+    (group,) = usual["config_groups"].values()
+    weights = {field: value for field, value in group["weights"].items() if field != "strategy"}
+    of_cache = {"targets": ["re:.*self_attn$"], "weights": None, "output_activations": PER_TENSOR}
+    changes: dict[str, dict[str, Any]] = {
+        "strategy": {"config_groups": {"group_0": group | {"weights": weights}}},
+        "activations": {"config_groups": {"group_0": of_cache, "group_1": group}},
+        "sparsity": {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}},
+        "transforms": {"transform_config": {"config_groups": {}}},
+    }
+    for number, change_of in enumerate([*changes.values(), {}]):
+        new, old = ("quantization_config", "compression_config")[:: 1 if change_of else -1]
+        set_config(source, **{new: usual | change_of, old: None})
+        store = pack(source, tmp_path / f"{number}")
+        assert store.manifest.stored_as == wanted.manifest.stored_as
+        assert torch.equal(read_experts(store, 0), read_experts(wanted, 0))
+    set_config(source, quantization_config=usual | {"sparsity_config": {"format": "sparse-24-bitmask"}})
+    refused(source, CheckpointError, r'sparsity_config=.*must be none, or one with \{"format": "dense"\}')
+    set_config(source, quantization_config=usual | {"config_groups": {"group_0": of_cache}})
+    refused(source, CheckpointError, "config_groups=.*one of them with `weights`")
 
 
 def test_what_is_decoded_is_said_with_both_sizes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -429,6 +489,7 @@ def _words(numbers: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 GPTQ: dict[str, tuple[dict[str, Any], str]] = {
     "8 bits": ({"bits": 8, "group_size": 128}, "float16"),
     "g64": ({"bits": 4, "group_size": 64}, "int4_g32_f16"),
+    "a group as usual": ({"bits": 4}, "int4_g128_f16"),
     "a row": ({"bits": 4, "group_size": -1}, "int4_g128_f16"),
     "asymmetric, a row": ({"bits": 4, "group_size": -1, "sym": False}, "int4_g128_zeros_f16"),
     "g16": ({"bits": 4, "group_size": 16}, "float16"),
@@ -438,7 +499,7 @@ GPTQ: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", GPTQ)
 def test_gptq(name: str, tmp_path: Path) -> None:
     fields, stored_as = GPTQ[name]
-    make = partial(gptq, bits=fields["bits"], size=fields["group_size"], sym=fields.get("sym", True))
+    make = partial(gptq, bits=fields["bits"], size=fields.get("group_size", 128), sym=fields.get("sym", True))
     source, plain = changed(tmp_path / "model", make, {"quant_method": "gptq", "desc_act": False, **fields}, F16)
     store = pack(source, tmp_path / "store")
     assert store.manifest.stored_as == stored_as

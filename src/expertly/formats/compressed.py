@@ -8,6 +8,7 @@ activations and caches would be rounded says nothing about weights, and is ignor
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -36,12 +37,20 @@ class CompressedLayout(Layout):
     def __init__(self, quantization: Mapping[str, Any], dtype: str) -> None:
         self._dtype = dtype
         self._of_stem: dict[str, _Scheme] = {}  # patterns may be asked for so long only
-        for field in ("sparsity_config", "transform_config"):
-            check_field(quantization, field, (None, {}), WHERE)
+        for field, nothing in (("sparsity_config", {"format": "dense"}), ("transform_config", {"config_groups": {}})):
+            said = quantization.get(field) or {}
+            if not isinstance(said, dict) or any(said.get(key, value) != value for key, value in nothing.items()):
+                accepted = f"none, or one with {json.dumps(nothing)}"
+                raise UnsupportedModelError(f"{WHERE}.{field}={said!r:.200}: must be {accepted}")
         groups = quantization.get("config_groups")
-        if not isinstance(groups, dict) or not groups:
-            raise UnsupportedModelError(f"{WHERE}.config_groups={groups!r:.200}: must be an object of groups")
-        self._groups = [_Scheme(f"{WHERE}.config_groups.{name}", group, quantization) for name, group in groups.items()]
+        of_weights = groups if isinstance(groups, dict) else {}
+        of_weights = {name: group for name, group in of_weights.items() if not _is_of_activations(group)}
+        if not of_weights:
+            problem = "must be an object of groups, one of them with `weights`"
+            raise UnsupportedModelError(f"{WHERE}.config_groups={groups!r:.200}: {problem}")
+        self._groups = [
+            _Scheme(f"{WHERE}.config_groups.{name}", each, quantization) for name, each in of_weights.items()
+        ]
 
     def _scheme(self, stem: str) -> _Scheme:
         """As compressed-tensors: of names, patterns and classes the first kind that matches counts."""
@@ -114,6 +123,11 @@ _KINDS = {
 }
 
 
+def _is_of_activations(group: object) -> bool:
+    """Whether it says nothing of weights, as that of a cache."""
+    return isinstance(group, dict) and group.get("weights") is None
+
+
 class _Scheme:
     """What a group of a config says of weights."""
 
@@ -121,7 +135,11 @@ class _Scheme:
         """Raises UnsupportedModelError naming the field that is not supported."""
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
             raise UnsupportedModelError(f"{place}={group!r:.200}: must be an object with `weights`")
-        weights, named = group["weights"], str(group.get("format") or quantization.get("format"))
+        weights: dict[str, Any] = dict(group["weights"])
+        named = str(group.get("format") or quantization.get("format"))
+        if weights.get("strategy") is None:  # as compressed-tensors then takes it
+            size = weights.get("group_size")
+            weights["strategy"] = "tensor" if size is None else "channel" if size == -1 else "group"
         check_field({"format": named}, "format", tuple(_KINDS), place if group.get("format") else WHERE)
         kind = _KINDS[named]
         for field, accepted in {
@@ -136,7 +154,7 @@ class _Scheme:
             check_field(weights, field, tuple(accepted), f"{place}.weights")
         self._bits, self._strategy, self._is_int = weights["num_bits"], weights["strategy"], weights["type"] == "int"
         self._has_zeros = weights.get("symmetric") is False
-        self._group = kind.group or weights.get("group_size")
+        self._group: Any = kind.group or weights.get("group_size")
         if self._strategy == "group" and not (type(self._group) is int and self._group > 0):
             raise UnsupportedModelError(
                 f"{place}.weights.group_size={self._group!r:.80}: must be a whole number above 0"

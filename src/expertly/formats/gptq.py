@@ -91,7 +91,11 @@ class GptqLayout(_HalfLayout):
         meta = quantization.get("meta")
         maker = str(meta.get("quantizer")) if isinstance(meta, dict) else ""
         sym = quantization.get("sym") is not False
-        self._of_all = {"bits": quantization["bits"], "group_size": group_of(quantization), "sym": sym}
+        self._of_all = {
+            "bits": quantization["bits"],
+            "group_size": group_of({"group_size": 128, **quantization}),
+            "sym": sym,
+        }
         self._rules = _rules_of(quantization.get("dynamic"))
         self._is_less_one, self._is_carried = version == "gptq", "gptqmodel" in maker
         self._are_middle = sym and all(changes.get("sym", True) for _, changes in self._rules)

@@ -105,10 +105,11 @@ def make_layout(quantization: object, dtype: str) -> Layout | None:
 
 
 def _of_single_experts(sites: Sequence[ExpertsSite], transforms: Sequence[Any]) -> list[Any]:
-    """Converters of `experts.0.gate_proj.weight` and its like, as llm-compressor writes Llama 4, for sites of which
+    """Converters of `experts.0.gate_proj.weight` and its like, as llm-compressor writes them, for sites of which
     transformers only reads stacked experts.
     """
-    targets = tuple(pattern for transform in transforms for pattern in getattr(transform, "target_patterns", ()))
+    of_single = [transform for transform in transforms if any("*" in each for each in transform.source_patterns)]
+    targets = tuple(pattern for transform in of_single for pattern in transform.target_patterns)
     made: dict[str, Any] = {}
     for site in sites:
         path = ".".join(site.name.split(".")[-2:])
@@ -182,7 +183,7 @@ class Conversion:
             if size != expected:
                 raise CheckpointError(
                     f"{checkpoint.folder}: tensor '{stem}{next(iter(tensors))}' is of {size} weights; must be "
-                    f"{expected}, as config.json has it"
+                    f"{expected}, as {checkpoint.sizes_from} has it"
                 )
 
     def parts(
@@ -264,15 +265,16 @@ class Conversion:
             if present and int(number) not in present:
                 return (
                     f"its tensors are of {len(present)} {stack}, from {min(present)} to {max(present)}, and "
-                    "config.json makes more; or a file of weights is not whole"
+                    f"{checkpoint.sizes_from} makes more; or a file of weights is not whole"
                 )
         block = target.rpartition(".experts.")[0].rpartition(".")[2] or target.split(".")[-2]
         near = next((name for name in unknown if block in name), None)
         if near is not None:
             return f"{near} and tensors like it are none of a {model_type}: renamed, or of another model_type"
         if num_experts:
-            return f"config.json says {num_experts} experts"
-        return f"config.json makes it ({'x'.join(map(str, self.shape(target)))}), and no tensor's name is like it"
+            return f"{checkpoint.sizes_from} says {num_experts} experts"
+        size = "x".join(map(str, self.shape(target)))
+        return f"{checkpoint.sizes_from} makes it ({size}), and no tensor's name is like it"
 
     def row_order(self, group: Group) -> torch.Tensor | None:
         """Which rows of a group's tensors, one below another, are a parameter's, where that is not their order."""
@@ -476,8 +478,8 @@ class ExpertsReader:
             problem = f": expert {absent[0]} is not in the checkpoint" if absent else ""
             if group.is_per_expert and len(names) not in (num_experts, self._conversion.shape(target)[0]):
                 problem = (
-                    f": the checkpoint has {len(names)} experts, but config.json says {num_experts} (tensor "
-                    f"{names[0]!r} and its like){problem}"
+                    f": the checkpoint has {len(names)} experts, but {self._checkpoint.sizes_from} says {num_experts} "
+                    f"(tensor {names[0]!r} and its like){problem}"
                 )
             if problem:
                 raise CheckpointError(f"{folder}: {self._site.name}{problem}")
@@ -514,7 +516,7 @@ class ExpertsReader:
                 raise CheckpointError(f"{self._checkpoint.label(name)}: {unlike}")
         num_experts = self._site.geometry.num_experts
         if not group.is_per_expert and first.shape and first.shape[0] != num_experts:
-            expected = f"config.json says {num_experts} experts in {self._site.name}"
+            expected = f"{self._checkpoint.sizes_from} says {num_experts} experts in {self._site.name}"
             raise CheckpointError(f"{label}: shape {list(shape)} holds {shape[0]} experts, but {expected}")
         if not group.is_dequantized and dtype not in IS_FLOAT and not self._checkpoint.gguf:
             raise CheckpointError(f"{label}: dtype={dtype!r}: of experts {ACCEPTED}")
@@ -537,7 +539,7 @@ class ExpertsReader:
     def _check_shape(self, target: str, group: Group, made: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if made != expected:
             label, shape = self._checkpoint.label(group.names[0]), list(self._checkpoint.tensors[group.names[0]].shape)
-            problem = f"makes {target} of shape {list(made)}, but config.json says {list(expected)}"
+            problem = f"makes {target} of shape {list(made)}, but {self._checkpoint.sizes_from} says {list(expected)}"
             raise CheckpointError(f"{label} ({shape}): {problem}")
 
 

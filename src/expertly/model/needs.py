@@ -20,7 +20,7 @@ from expertly.formats.fp8 import FP8
 from expertly.model import hooks
 from expertly.model.gguf import config_of
 from expertly.model.hub import HubModel, split_name
-from expertly.model.packing import Packing, local_folder, open_source, weights_of, with_expert_dtype
+from expertly.model.packing import Packing, local_folder, open_source, quantization_in, weights_of
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
 from expertly.model.tables import Table, find_tables, table_modules, without
 from expertly.model.tiled import can_be_tiled, put_tiles
@@ -131,7 +131,7 @@ def _of_config(name: str, folder: Path) -> ModelNeeds:
     if path.is_file():  # else reading the config says what is wanted
         raw = read_json_object(path, CheckpointError, CONFIG)
         check_claims(path, raw, None, CheckpointError)
-        quantization = {**raw, **with_expert_dtype(raw)}.get("quantization_config")
+        quantization = quantization_in(raw)
         kept = format_of(quantization, {}, dtype)
         is_fp8 = bool(kept) and isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
     config, model, sites, _ = _bare_model(folder, dtype, {})

@@ -152,7 +152,7 @@ def _with_scales_of_shards(tensors: Mapping[str, TensorRef]) -> Mapping[str, Ten
 
 _QUANTIZATION = "quantization_config"
 
-_MLX = "quantization"
+_MLX, _FIRST_NAME = "quantization", "compression_config"
 
 _OF_MLX = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Families whose weights mlx-lm stores as transformers does, but for their quantisation and stacked experts."""
@@ -160,16 +160,26 @@ _OF_MLX = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 _MODELOPT_NAME = "hf_quant_config.json"
 
 
-def with_expert_dtype(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`quantization_config`, if it lacks what DeepSeek-V4's config.json says beside it of experts; else nothing."""
-    fields, dtype = config.get(_QUANTIZATION), config.get("expert_dtype")
-    if not isinstance(fields, dict) or dtype is None or "expert_dtype" in fields:
-        return {}
-    return {_QUANTIZATION: {**fields, "expert_dtype": dtype}}
+def quantization_in(config: Mapping[str, Any]) -> Any:
+    """A config's `quantization_config`, or its text's, by the first name of compressed-tensors, too; with what
+    DeepSeek-V4's config.json says beside it of experts.
+    """
+    text, dtype = config.get("text_config"), config.get("expert_dtype")
+    parts = (config, text if isinstance(text, dict) else {})
+    fields = next((part[key] for key in (_QUANTIZATION, _FIRST_NAME) for part in parts if part.get(key)), None)
+    return fields if dtype is None or not isinstance(fields, dict) else {"expert_dtype": dtype, **fields}
+
+
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_quantization(value) if key == "text_config" and isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in (_QUANTIZATION, _FIRST_NAME, _MLX)
+    }
 
 
 def _quantization_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """`quantization_config`, where others have it: MLX a field of another name, modelopt a file, DeepSeek a part."""
+    """`quantization_config`, where others have it: MLX a field of another name, modelopt a file."""
     path, fields = checkpoint.folder / _MODELOPT_NAME, checkpoint.config.get(_MLX)
     if isinstance(fields, dict) and not checkpoint.gguf:
         model_type = str(checkpoint.config.get("model_type"))
@@ -179,8 +189,9 @@ def _quantization_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
                 f"of MLX: {', '.join(_OF_MLX)}; or a checkpoint in transformers' layout"
             )
         return {_QUANTIZATION: {**fields, "quant_method": "mlx"}}
-    if checkpoint.config.get(_QUANTIZATION) or not path.is_file():
-        return with_expert_dtype(checkpoint.config)
+    fields = quantization_in(checkpoint.config)
+    if fields or not path.is_file():
+        return {_QUANTIZATION: fields} if fields else {}
     fields = read_json_object(path, CheckpointError, CONFIG).get("quantization")
     return {_QUANTIZATION: {"quant_method": "modelopt", **fields}} if isinstance(fields, dict) else {}
 
@@ -404,7 +415,7 @@ class Packing:
             for layer, reader in enumerate(self._readers):
                 writer.write_layer(layer, reader.experts(self._torch_dtype))
             writer.write_dense(chunk for spec in self._dense for chunk in self._dense_chunks(spec))
-            config = {key: value for key, value in checkpoint.config.items() if key not in (_QUANTIZATION, _MLX)}
+            config = _without_quantization(checkpoint.config)
             writer.write_file("config.json", (json.dumps(config, indent=2) + "\n").encode())
             with extras_of(checkpoint) as extras:
                 writer.copy_extras(extras)
@@ -472,7 +483,7 @@ class Packing:
         for name, ref in refs.items():
             shapes = [[size for size in shape if size != 1] for shape in (ref.shape, expected)]
             if ref.shape != expected and not (self._checkpoint.gguf and shapes[0] == shapes[1]):
-                label, source = self._checkpoint.label(name), "its metadata" if self._checkpoint.gguf else "config.json"
+                label, source = self._checkpoint.label(name), self._checkpoint.sizes_from
                 raise CheckpointError(f"{label}: shape {list(ref.shape)}, but {source} makes it {list(expected)}")
 
     def _kept_form(self, group: Group) -> TiledFormat | None:

@@ -69,6 +69,10 @@ class Checkpoint:
     gguf: str = ""  # the architecture that a GGUF file names
     reading: str = ""  # what its metadata was taken for
 
+    @property
+    def sizes_from(self) -> str:
+        return "its metadata" if self.gguf else "config.json"
+
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """Read config, index and all headers. An index decides which file a tensor is of, or without one the headers.
