@@ -68,13 +68,36 @@ def test_gemma4_has_its_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "accepted"),
-    [("rope.scaling.type", "linear", "'yarn'"), ("rope.scaling.factor", None, "a number above 0")],
+    ("name", "key", "changed"),
+    [
+        ("gemma4", "final_logit_softcapping", {"final_logit_softcapping": None}),
+        ("mimo", "rope.freq_base_swa", {}),
+    ],
 )
-def test_metadata_of_gpt_oss_is_checked(key: str, value: Any, accepted: str, tmp_path: Path) -> None:
-    case = CASES["gpt-oss"]
+def test_what_a_file_does_not_say_is_as_in_llama_cpp(
+    name: str, key: str, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make_model(CASES[name])
+    path = write_model(tmp_path / "model.gguf", model, CASES[name], metadata={key: None})
+    model.config.update(changed)
+    assert_is_the_same(path, model, tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "accepted"),
+    [
+        ("gpt-oss", "rope.scaling.type", "linear", "'yarn'"),
+        ("gpt-oss", "rope.scaling.factor", None, "a number above 0"),
+        ("nemotron", "expert_feed_forward_length", None, "a whole number"),
+        ("mistral 4", "attention.temperature_length", 12, "24"),
+        ("qwen3vl", "rope.dimension_sections", [2, 2, 2, 2], "numbers, the fourth 0"),
+    ],
+)
+def test_metadata_of_an_architecture_is_checked(name: str, key: str, value: Any, accepted: str, tmp_path: Path) -> None:
+    case = CASES[name]
     path = write_model(tmp_path / "model.gguf", make_model(case), case, metadata={key: value})
-    refused(path, CheckpointError, rf"gpt-oss\.{key}={value!r}: must be {accepted}")
+    said = f"a list of {len(value)} numbers" if isinstance(value, list) else repr(value)
+    refused(path, CheckpointError, rf"{case.architecture}\.{key}={said}: must be {accepted}")
 
 
 def test_a_text_that_nobody_can_split_is_refused(tmp_path: Path) -> None:

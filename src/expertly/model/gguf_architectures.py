@@ -62,8 +62,11 @@ _ZEROS = _Kind(
     "zeros",
     lambda value: value == 0 or (isinstance(value, GgufList) and not value.is_text and not value.numbers().any()),
 )
-_SECTIONS = _Kind("numbers", lambda value: isinstance(value, GgufList) and not value.is_text)
-"""Of a text, whose positions are the same in all sections, a rope in sections is one that is not."""
+_SECTIONS = _Kind(
+    "numbers, the fourth 0",
+    lambda value: isinstance(value, GgufList) and not value.is_text and not value.numbers()[3:].any(),
+)
+"""Of a text, whose positions are the same in all sections but the fourth, a rope in sections is one that is not."""
 
 
 class _Key(NamedTuple):
@@ -112,9 +115,10 @@ def _head_dim(said: Values) -> int | None:
     return None if hidden % heads else hidden // heads
 
 
-def _expert_width(said: Values) -> int:
+def _expert_width(said: Values) -> int | None:
     """Where a file says no width of its experts."""
-    return max(1, said["feed_forward_length"] // said["expert_used_count"])
+    width = said["feed_forward_length"]
+    return None if isinstance(width, list) else max(1, width // said["expert_used_count"])
 
 
 _ZERO = """
@@ -420,8 +424,9 @@ def _gemma4(said: Values) -> Values:
         **_window_types(said),
         "global_head_dim": said["attention.key_length"],
         "head_dim": said["attention.key_length_swa"],
-        "num_key_value_heads": min(slid, default=0),
-        "num_global_key_value_heads": min(full, default=0),
+        "num_key_value_heads": min(slid or full),
+        "num_global_key_value_heads": min(full or slid),
+        "final_logit_softcapping": said["final_logit_softcapping"] or None,
         "attention_k_eq_v": len(said["layers"].get("attn_v.weight", ())) < said["block_count"],
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": said["rope.freq_base_swa"]},
@@ -605,7 +610,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention.sliding_window_pattern": _Key("", _FLAGS),
             "attention.shared_kv_layers": _Key("num_kv_shared_layers", _COUNT, 0),
             "embedding_length_per_layer_input": _Key("hidden_size_per_layer_input", _COUNT, 0),
-            "final_logit_softcapping": _Key("final_logit_softcapping", _NOT_BELOW_0, 0.0),
+            "final_logit_softcapping": _Key("", _NOT_BELOW_0, 0.0),
             "rope.freq_base": _Key("", _BASE, 10000.0),
             "rope.freq_base_swa": _Key("", _BASE, 10000.0),
         },
@@ -663,7 +668,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "expert_weights_norm": _Key(kind=_one_of(True), default=True),
             "rope.dimension_count": _Key("", _SIZE, _as("attention.key_length")),
             "rope.freq_base": _Key("", _BASE, 10000.0),
-            "rope.freq_base_swa": _Key("", _BASE, _as("rope.freq_base")),
+            "rope.freq_base_swa": _Key("", _BASE, 10000.0),
         },
         more=_mimo2,
     ),
