@@ -100,6 +100,12 @@ def test_metadata_of_an_architecture_is_checked(name: str, key: str, value: Any,
     refused(path, CheckpointError, rf"{case.architecture}\.{key}={said}: must be {accepted}")
 
 
+def test_heads_that_are_no_parts_of_a_tensor_are_refused(tmp_path: Path) -> None:
+    case = CASES["qwen3.5"]
+    path = write_model(tmp_path / "model.gguf", make_model(case), case, metadata={"ssm.group_count": 3})
+    refused(path, CheckpointError, r"tensors blk\.0\.\S+: .*cannot be taken apart as the metadata says")
+
+
 def test_a_text_that_nobody_can_split_is_refused(tmp_path: Path) -> None:
     path = make_gguf(tmp_path / "model.gguf", words=WORDS, metadata={"tokenizer.ggml.pre": "afmoe"}, **SMALL)
     refused(path, CheckpointError, r"tokenizer\.ggml\.pre='afmoe': accepted: .*deepseek-v3")

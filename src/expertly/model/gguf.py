@@ -264,7 +264,16 @@ class GgufConversion(Conversion):
         if not isinstance(group.converter, _Undo) or not group.converter.step.is_of_rows:
             return None
         num_rows = self.shape(group.target)[0]
-        return group.converter.step.undo(self._model.config, torch.arange(num_rows)[:, None])[:, 0]
+        return self._undone(group, group.converter.step, torch.arange(num_rows)[:, None])[:, 0]
+
+    def _undone(self, group: Group, step: TensorStep, *parts: torch.Tensor) -> torch.Tensor:
+        try:
+            return step.undo(self._model.config, *parts)
+        except RuntimeError as error:  # torch's, of sizes
+            shapes = " and ".join(str(list(part.shape)) for part in parts)
+            raise CheckpointError(
+                f"tensors {', '.join(group.names)}: {shapes} cannot be taken apart as the metadata says: {error!s:.200}"
+            ) from None
 
     def convert(
         self, group: Group, tensors: Tensors, target: str | None = None, is_one_row: bool = False
@@ -272,7 +281,7 @@ class GgufConversion(Conversion):
         undo = group.converter
         if isinstance(undo, _Undo):
             parts = [tensors[name][0].float() for name in group.patterns]
-            made = undo.step.undo(self._model.config, *([torch.cat(parts)] if undo.step.is_of_rows else parts))
+            made = self._undone(group, undo.step, *([torch.cat(parts)] if undo.step.is_of_rows else parts))
         else:
             made = super().convert(group, tensors, target, is_one_row)
         if (undo is not None and not isinstance(undo, _Undo)) or is_one_row:
