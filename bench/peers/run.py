@@ -129,13 +129,9 @@ class Bench:
     def run(self, size: str, peers: list[str]) -> list[dict[str, Any]]:
         """The rows of one size; no processes are left."""
         limit = None if size == "ram" else int(self._nbytes / float(size.removesuffix("x")))
-        if (
-            limit is None
-            and len(peers) * self._nbytes > (there := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")) // 2
-        ):
-            raise SystemExit(
-                f"--peers {','.join(peers)}: {self._nbytes / 1e9:.1f} GB each are too much for half of {there / 1e9:.0f} GB; give fewer"
-            )
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+        if limit is None and len(peers) * self._nbytes > memory // 2:
+            raise SystemExit(f"--peers {','.join(peers)}: so many models do not fit in half of {memory >> 30} GiB")
         entries = [entry for peer in peers for entry in self._entries(peer, limit)]
         threads = [int(number) for number in self._args.threads.split(",")]
         with ExitStack() as stack:
