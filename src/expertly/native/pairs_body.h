@@ -1,7 +1,6 @@
 /* Products of bfloat16 by AVX512-BF16: an instruction multiplies 32 numbers by 32 and adds neighbours to 16 sums of float32.
  *
- * Inputs are bfloat16 as they came. Memory is asked for nothing ahead: this little arithmetic lets the processor look far
- * enough by itself, and asking made it slower (docs/log/). Included by products_body.h.
+ * Inputs are bfloat16 as they came. Included by products_body.h.
  */
 
 INLINE __m512bh NAME(load_pairs)(const char *p, int64_t num) {
@@ -34,6 +33,7 @@ INLINE void NAME(dot_fours)(int N, const char *p, int64_t a, int64_t b, int64_t 
         const char *rows[4] = {p, p + a, p + b, p + c};
         for (int64_t j = 0; j < full; j += 64)
             for (int k = 0; k < 4; k++) {
+                NAME(fetch)(rows[k] + j + AHEAD, 1);
                 const __m512bh row = NAME(load_pairs)(rows[k] + j, BLOCK);
                 for (int t = 0; t < N; t++)
                     sums[k][t] = _mm512_dpbf16_ps(sums[k][t], row, NAME(load_pairs)(x + t * x_nbytes + j, BLOCK));

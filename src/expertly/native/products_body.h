@@ -160,8 +160,9 @@ INLINE int64_t NAME(rows_ahead)(int64_t num_rows, int64_t row_nbytes) {
     return num_rows * (groups < 1 ? 1 : groups);
 }
 
+/* Into the second cache: the first has no room for what is asked for so far ahead. */
 INLINE void NAME(fetch)(const char *p, int64_t nbytes) {
-    for (int64_t q = 0; q < nbytes; q += 64) __builtin_prefetch(p + q);
+    for (int64_t q = 0; q < nbytes; q += 64) __builtin_prefetch(p + q, 0, 2);
 }
 
 static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out);
