@@ -127,17 +127,16 @@ def test_every_type_decodes_to_the_packages_numbers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["BF16", "F16"])
 def test_every_number_of_16_bits(kind: str) -> None:
+    """NaN and infinity, too: it may be that no token uses the rows that hold them."""
     form, dtype = OF_GGUF_TYPE[kind], {"BF16": torch.bfloat16, "F16": torch.float16}[kind]
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
-    finite = torch.where(numbers.isfinite(), numbers, 0)
-    packed = torch.from_numpy(form.pack(form.parts_of(Matrix(finite, finite))))
-    assert torch.equal(form.decode(packed), finite.float())
+    packed = torch.from_numpy(form.pack(form.parts_of(Matrix(numbers, numbers))))
+    decoded = [numbers.float(), form.decode(packed)]
     for library in libraries():
-        decoded = torch.empty(256, 256)
-        Kernels(library, "").tile_decode(form.kernel, packed.data_ptr(), decoded)
-        assert torch.equal(decoded.view(torch.int32), finite.float().view(torch.int32)), library.name
-    with pytest.raises(CheckpointError, match=f"a weight in {kind} that is no finite number"):
-        form.parts_of(Matrix(numbers, numbers))
+        decoded.append(torch.empty(256, 256))
+        Kernels(library, "").tile_decode(form.kernel, packed.data_ptr(), decoded[-1])
+    expected, *made = [torch.where(each.isnan(), 0.5, each).view(torch.int32) for each in decoded]
+    assert all(torch.equal(each, expected) for each in made)
 
 
 NAMES = {"attn_q": "self_attn.q_proj.weight", "ffn_down_exps": "mlp.experts.down_proj"}

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from expertly.core.errors import CheckpointError
 from expertly.formats.matrix import Bytes, Matrix, torch
 from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat, transposed
 
@@ -25,8 +24,6 @@ class _Halves(TiledFormat):
         self._dtype, self._item_nbytes = dtype, item_nbytes
 
     def parts_of(self, matrix: Matrix) -> tuple[Bytes, ...]:
-        if not bool(matrix.numbers.isfinite().all()):
-            raise CheckpointError(f"a weight in {self.type} that is no finite number")
         return (matrix.numbers.contiguous().view(torch.uint8).numpy().reshape(len(matrix.numbers), -1, 64),)
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
