@@ -10,8 +10,10 @@ import torch
 from transformers import GenerationConfig
 
 from expertly.core.errors import CheckpointError, ConfigError
-from expertly.model.generation import check_tokens, generate, generation_config
+from expertly.model.generation import KeptCache, check_tokens, generate, generation_config
+from expertly.model.hooks import CACHE
 from expertly.model.playing import answer
+from tests import every_family
 from tests.families import make_model
 from tests.model.conftest import Toys
 
@@ -68,3 +70,36 @@ def test_only_what_transformers_refuses_is_the_checkpoints_fault() -> None:
     model.lm_head.register_forward_hook(broken)
     with pytest.raises(RuntimeError, match="a bug of ours"), torch.no_grad():
         generate(model, [5, 6], config)
+
+
+@pytest.mark.parametrize(
+    ("family", "counts"),
+    [
+        ("deepseek_v3", (9, 9, 7, 34)),
+        ("deepseek_v4", (9, 0, 0, 34)),
+        ("minimax", (0, 0, 0, 0)),
+        ("unlimited_ocr", (0, 0, 0, 0)),
+    ],
+)
+def test_a_kept_cache_changes_no_answer(family: str, counts: tuple[int, ...]) -> None:
+    """Where an answer goes on, and where what was said ends otherwise; of states that are no keys and values, too."""
+    model, words = every_family.make_model(family).eval(), list(range(4, 100))
+    kept, answered = KeptCache(model), list[int]()
+
+    def ask(tokens: list[int]) -> int:
+        ids, (cache, num_cached) = torch.tensor([tokens]), kept.take(tokens)
+        how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+        made, expected = (
+            model.generate(ids, return_dict_in_generate=True, output_logits=True, **{CACHE: each}, **how)
+            for each in (cache, None)
+        )
+        torch.testing.assert_close(made.logits, expected.logits, rtol=1e-3, atol=1e-3)
+        kept.keep(made)
+        answered[:] = made.sequences[0].tolist()
+        return num_cached
+
+    ask(words[:5])
+    first = ask([*answered, *words[50:53]])
+    second, third = ask([*answered[:9], *words[60:63]]), ask([*words[:5], *answered[5:7], 90])
+    ask(words[:30])
+    assert (first, second, third, ask([*answered, *words[40:44]])) == counts

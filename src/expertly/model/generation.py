@@ -177,9 +177,9 @@ def generate(model: Any, tokens: Sequence[int], config: Any, **more: Any) -> Any
         raise CheckpointError(f"{model.config.name_or_path}: {name}: transformers refuses it: {reason}") from error
 
 
-_GO_ON = ("lfm2_moe", "qwen3_next") if hasattr(Cache, "is_recording_past") else ()
-"""Families whose recurrent states go on by several tokens at a time, in a transformers whose caches can say so. Others,
-as Jamba's, go on by one token, or begin anew.
+_GO_ON = ("deepseek_v4", "lfm2_moe", "qwen3_next") if hasattr(Cache, "is_recording_past") else ()
+"""Families whose states go on by several tokens at a time, in a transformers whose caches can say so. Those of others,
+as Jamba's and MiniMax's, go on by one token, or begin anew.
 """
 
 
@@ -198,9 +198,12 @@ class KeptCache:
         cache, kept = self._cache, self._tokens
         self._cache, self._tokens = None, []
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(kept, tokens[:-1], strict=False)))
-        if cache is not None and num_same < len(kept):
+        if num_same < len(kept):
             try:
-                cache.crop(num_same - len(kept))  # below 0: so many go
+                if _is_plain(cache):
+                    cache.crop(num_same - len(kept))  # below 0: so many go
+                else:
+                    cache = None
             except (AttributeError, NotImplementedError, RuntimeError, ValueError):  # of a kind that cannot go back
                 cache = None
         return (None, 0) if cache is None or not num_same else (cache, num_same)
@@ -208,8 +211,14 @@ class KeptCache:
     def keep(self, made: Any) -> None:
         """Keep that of an answer, as `generate` returns it in a dictionary."""
         cache, tokens = getattr(made, CACHE), made.sequences[0].tolist()
-        if self._goes_on or not any(hasattr(layer, "conv_states") for layer in getattr(cache, "layers", ())):
+        if self._goes_on or _is_plain(cache):
             self._cache, self._tokens = cache, tokens[:-1]  # the last token was not computed with
+
+
+def _is_plain(cache: Any) -> bool:
+    """Whether it holds only keys and values, by token: cutting a family's own kind of cache leaves its other states."""
+    parts = cache, *getattr(cache, "layers", ())
+    return not any(hasattr(part, "conv_states") or ".models." in type(part).__module__ for part in parts)
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, name: str = "prompt") -> None:
