@@ -204,6 +204,21 @@ def test_a_table_of_embeddings(sources: Packed) -> None:
                 table(torch.tensor([wrong]))
 
 
+def test_a_table_that_is_the_head_stays_it(sources: Packed) -> None:
+    """Whatever transformers' own methods do with embeddings; nobody can give it more rows."""
+    source, store = sources("q6_k qwen3moe")
+    expected = generate(reference_of(source), prompts := make_prompts(1))
+    with loaded(store.folder, memory="50%") as model:
+        model.tie_weights()
+        assert model.resize_token_embeddings(128) is model.get_input_embeddings()
+        for size in ({"new_num_tokens": 160}, {"new_num_tokens": 112}, {"pad_to_multiple_of": 96}):
+            with pytest.raises(ModelUseError, match=r"resize_token_embeddings: .* in q6_k and .*dtype='float32'"):
+                model.resize_token_embeddings(**size)
+        model.load_state_dict(model.state_dict())
+        assert torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
+        assert generate(model, prompts) == expected
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

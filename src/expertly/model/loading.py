@@ -40,7 +40,7 @@ from expertly.model.batching import bounded_config
 from expertly.model.kimi import kimi_tokenizer, names_kimi
 from expertly.model.structure import Unvalued, find_experts, first_line, model_class_of, quiet, read_config
 from expertly.model.tables import leave_in_store
-from expertly.model.tiled import put_tiles
+from expertly.model.tiled import TiledLayer, put_tiles
 from expertly.native.kernels import end_team
 from expertly.store.packed import DENSE_NAME
 
@@ -409,6 +409,22 @@ class GuardedModel:
             wanted = f"{made.dtype} on {made.device}"
         attempt = f"moving or casting it ({wanted}; it is {self.dtype} on {self.device})"
         raise ModelUseError(f"{attempt}: {_ELSEWHERE}{_LOAD_AGAIN}")
+
+    def resize_token_embeddings(
+        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        table = self.get_input_embeddings()
+        if isinstance(table, TiledLayer) and {new_num_tokens, pad_to_multiple_of} - {None, table.num_embeddings}:
+            raise table.refusal("resize_token_embeddings")
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, *args, **kwargs)  # type: ignore[misc]
+
+    def get_expanded_tied_weights_keys(self: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
+        """Layers that share tiles stay so: `tie_weights` has nothing to do for them."""
+        tied = super().get_expanded_tied_weights_keys(*args, **kwargs)  # type: ignore[misc]
+        shared = {
+            name for name, of in tied.items() if isinstance(self.get_submodule(of.rpartition(".")[0]), TiledLayer)
+        }
+        return {name: of for name, of in tied.items() if name not in shared}
 
     def set_experts_implementation(self: Any, experts_implementation: str | dict[str, str]) -> None:
         wanted = experts_implementation

@@ -43,11 +43,14 @@ class TiledLayer(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Raises ModelUseError where somebody gives the layer another weight."""
         if name == "weight":
-            raise ModelUseError(
-                f"weight: this layer keeps its bytes in {self._expertly_format.name} and takes no other; to undo that, "
-                f"pack and load the model with dtype={str(self._expertly_dtype).removeprefix('torch.')!r}"
-            )
+            raise self.refusal(name)
         super().register_parameter(name, param)
+
+    def refusal(self, attempt: str) -> ModelUseError:
+        return ModelUseError(
+            f"{attempt}: this layer keeps its bytes in {self._expertly_format.name} and takes no other; to undo that, "
+            f"pack and load the model with dtype={str(self._expertly_dtype).removeprefix('torch.')!r}"
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self._expertly_format.name}"
