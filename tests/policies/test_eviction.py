@@ -46,7 +46,7 @@ class Stated(ScoredPolicy):
 
 class DenselyStated(DenseScoredPolicy):
     def __init__(self) -> None:
-        super().__init__(300)
+        super().__init__(geometry(layers=3, experts=100))
         self.stated = np.zeros(300)
 
     def all_scores(self) -> np.ndarray:

@@ -142,10 +142,14 @@ class DenseScoredPolicy(ScoredPolicy):
     asked for.
     """
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         super().__init__()
         # 0 for kept experts: added to scores, it leaves only these finite.
-        self._barrier = np.full(num_experts, np.inf, np.float32)
+        self._barrier = np.full(geometry.num_experts, np.inf, np.float32)
+
+    @classmethod
+    def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> EvictionPolicy:
+        return cls(geometry)
 
     @abstractmethod
     def all_scores(self) -> npt.NDArray[np.floating[Any]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -338,13 +338,9 @@ class FMoEEviction(DenseScoredPolicy):
     needs_probabilities = True
 
     def __init__(self, geometry: Geometry) -> None:
-        super().__init__(geometry.num_experts)
+        super().__init__(geometry)
         self._frequency = np.ones(geometry.num_experts)
         self._probability = np.full(geometry.num_experts, LEAST)
-
-    @classmethod
-    def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> FMoEEviction:
-        return cls(geometry)
 
     def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
         of_layer = self._probability[first_expert : first_expert + len(probabilities)]

@@ -325,7 +325,7 @@ class EAMEviction(DenseScoredPolicy):
     needs_probabilities = True
 
     def __init__(self, geometry: Geometry) -> None:
-        super().__init__(geometry.num_experts)
+        super().__init__(geometry)
         sizes = [layer.num_experts for layer in geometry.layers]
         self._first = np.cumsum([0, *sizes[:-1]])  # expert id of each layer
         self._layer = np.repeat(np.arange(len(sizes)), sizes)  # of each expert
@@ -333,10 +333,6 @@ class EAMEviction(DenseScoredPolicy):
         self._likely = np.zeros(len(self._layer))
         self._has_outlook = False
         self._scores: npt.NDArray[np.float64] | None = None  # of every expert; None: to be computed
-
-    @classmethod
-    def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> EAMEviction:
-        return cls(geometry)
 
     def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
         if not self._has_outlook:

@@ -207,7 +207,7 @@ class Reuse(DenseScoredPolicy):
     needs_best = True
 
     def __init__(self, geometry: Geometry, model: ReuseModel, capacity: int) -> None:
-        super().__init__(geometry.num_experts)
+        super().__init__(geometry)
         self._model = model  # that all caches share
         self._has_choice = capacity < geometry.num_experts
 
