@@ -287,20 +287,43 @@ def _factors(short: list[float], long: list[float] | None = None, scale: float =
     }
 
 
+def _latent_case(
+    architecture: str,
+    model_type: str,
+    fields: Values | None = None,
+    yarn: Values | None = None,
+    **metadata: Any,
+) -> Case:
+    """`yarn`: what its rope_parameters have beside the usual of YaRN."""
+    if yarn is not None:
+        usual = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+        fields = {**(fields or {}), "rope_parameters": usual | yarn}
+        scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 24}
+        metadata |= {f"rope.scaling.{name}": value for name, value in scaling.items()}
+        metadata["rope.scaling.yarn_log_multiplier"] = yarn["mscale"] / 10
+    said = lambda config: {**_latent_metadata(config), **metadata}  # noqa: E731
+    return Case(architecture, model_type, LATENT_SIZES | (fields or {}), said, LATENT)
+
+
+_LLAMA_4: Values = {"intermediate_size_mlp": 64, "moe_layers": None, "attention_chunk_size": 8192}
+
+
+def _llama_4(config: Any) -> Values:
+    return {
+        "feed_forward_length": config.intermediate_size_mlp,
+        "expert_feed_forward_length": config.intermediate_size,
+        "interleave_moe_layer_step": config.interleave_moe_layer_step,
+    }
+
+
 CASES: dict[str, Case] = {
     "gpt-oss": Case("gpt-oss", "gpt_oss", {"sliding_window": 16}, _gpt_oss_metadata, {"sinks": "attn_sinks.weight"}),
     "mixtral": Case("llama", "mixtral", metadata=lambda config: {"rope.dimension_count": 16}, tensors=PAIRS),
     "olmoe": Case("olmoe", "olmoe", {"num_key_value_heads": 4}, lambda config: {"expert_weights_norm": None}),
-    "deepseek v2": Case("deepseek2", "deepseek_v2", LATENT_SIZES, _latent_metadata, LATENT),
-    "deepseek v2 lite": Case(
-        "deepseek2", "deepseek_v2", LATENT_SIZES | {"q_lora_rank": None}, _latent_metadata, LATENT
-    ),
-    "deepseek v2, groups": Case(
-        "deepseek2",
-        "deepseek_v2",
-        LATENT_SIZES | {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
-        _latent_metadata,
-        LATENT,
+    "deepseek v2": _latent_case("deepseek2", "deepseek_v2"),
+    "deepseek v2 lite": _latent_case("deepseek2", "deepseek_v2", {"q_lora_rank": None}),
+    "deepseek v2, groups": _latent_case(
+        "deepseek2", "deepseek_v2", {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"}
     ),
     "deepseek v2 as older files have it": Case(
         "deepseek2",
@@ -315,86 +338,26 @@ CASES: dict[str, Case] = {
             "attention.value_length_mla": None,
         },
     ),
-    "deepseek v3": Case(
-        "deepseek2",
-        "deepseek_v3",
-        LATENT_SIZES,
-        lambda config: {**_latent_metadata(config), "expert_gating_func": 2},
-        LATENT,
+    "deepseek v3": _latent_case("deepseek2", "deepseek_v3", expert_gating_func=2),
+    "deepseek v3, yarn": _latent_case(
+        "deepseek2", "deepseek_v3", yarn={"mscale": 0.7, "mscale_all_dim": 0.7}, expert_gating_func=2
     ),
-    "deepseek v3, yarn": Case(
-        "deepseek2",
-        "deepseek_v3",
-        LATENT_SIZES
-        | {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 24,
-                "mscale": 0.7,
-                "mscale_all_dim": 0.7,
-            }
-        },
-        lambda config: {
-            **_latent_metadata(config),
-            "expert_gating_func": 2,
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 4.0,
-            "rope.scaling.original_context_length": 24,
-            "rope.scaling.yarn_log_multiplier": 0.07,
-        },
-        LATENT,
-    ),
-    "mistral 4": Case(
+    "mistral 4": _latent_case(
         "mistral4",
         "mistral4",
-        LATENT_SIZES
-        | {
-            "head_dim": 24,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 24,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.5,
-            },
-        },
-        lambda config: {
-            **_latent_metadata(config),
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 4.0,
-            "rope.scaling.original_context_length": 24,
-            "rope.scaling.yarn_log_multiplier": 0.1,
-            "attention.temperature_scale": 0.5,
-            "attention.temperature_length": 24,
-        },
-        LATENT,
+        {"head_dim": 24},
+        {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+        **{"attention.temperature_scale": 0.5, "attention.temperature_length": 24},
     ),
-    "glm 4.7 flash": Case(
-        "deepseek2",
-        "glm4_moe_lite",
-        LATENT_SIZES,
-        lambda config: {**_latent_metadata(config), "leading_dense_block_count": 1},
-        LATENT,
-    ),
-    "glm 5": Case(
+    "glm 4.7 flash": _latent_case("deepseek2", "glm4_moe_lite", leading_dense_block_count=1),
+    "glm 5": _latent_case(
         "glm-dsa",
         "glm_moe_dsa",
-        LATENT_SIZES
-        | {"first_k_dense_replace": 1, "mlp_layer_types": ["dense", *["sparse"] * 3]}
-        | {"index_head_dim": 128, "index_topk": 64},
-        lambda config: {
-            **_latent_metadata(config),
-            "leading_dense_block_count": 1,
-            "expert_gating_func": 2,
-            "attention.indexer.head_count": config.index_n_heads,
-            "attention.indexer.key_length": config.index_head_dim,
-            "attention.indexer.top_k": config.index_topk,
-        },
-        LATENT,
+        {"first_k_dense_replace": 1, "mlp_layer_types": ["dense", *["sparse"] * 3]}
+        | {"index_n_heads": 2, "index_head_dim": 128, "index_topk": 64},
+        leading_dense_block_count=1,
+        expert_gating_func=2,
+        **{"attention.indexer.head_count": 2, "attention.indexer.key_length": 128, "attention.indexer.top_k": 64},
     ),
     "glm 4.5": Case("glm4moe", "glm4_moe", {"use_qk_norm": True, "attention_bias": True}, _partial(0.5)),
     "glm 4.5 air": Case("glm4moe", "glm4_moe", {}, _partial(0.5)),
@@ -584,29 +547,14 @@ CASES: dict[str, Case] = {
     "llama 4": Case(
         "llama4",
         "llama4_text",
-        {"intermediate_size_mlp": 64, "interleave_moe_layer_step": 2, "moe_layers": None, "attention_chunk_size": 8192},
-        lambda config: {
-            "feed_forward_length": config.intermediate_size_mlp,
-            "expert_feed_forward_length": config.intermediate_size,
-            "interleave_moe_layer_step": 2,
-            "rope.dimension_count": 16,
-        },
+        _LLAMA_4 | {"interleave_moe_layer_step": 2},
+        lambda config: _llama_4(config) | {"rope.dimension_count": 16},
     ),
     "llama 4, factors": Case(
         "llama4",
         "llama4_text",
-        {
-            "intermediate_size_mlp": 64,
-            "interleave_moe_layer_step": 1,
-            "moe_layers": None,
-            "attention_chunk_size": 8192,
-            "rope_parameters": _factors([1.0, 1.5, 2, 3, 4, 6, 8, 8]),
-        },
-        lambda config: {
-            "feed_forward_length": config.intermediate_size_mlp,
-            "expert_feed_forward_length": config.intermediate_size,
-            "interleave_moe_layer_step": 1,
-        },
+        _LLAMA_4 | {"interleave_moe_layer_step": 1, "rope_parameters": _factors([1.0, 1.5, 2, 3, 4, 6, 8, 8])},
+        _llama_4,
         more=lambda config: {"rope_freqs.weight": torch.tensor([1.0, 1.5, 2, 3, 4, 6, 8, 8])},
     ),
     "phimoe, long texts": Case(
