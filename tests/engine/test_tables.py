@@ -37,6 +37,7 @@ from tests.families import VOCAB_SIZE, generate, load_reference, logits_of, make
 from tests.formats import gguf_models
 from tests.formats.gguf_files import make_gguf
 from tests.formats.gguf_models import CASES
+from tests.waiting import until
 
 N_GRAMS = [f"model.layers.{layer}.ple.ple_embedding.ngram_embedding" for layer in (1, 2)]
 PER_LAYER = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
@@ -317,10 +318,7 @@ def test_rows_of_n_grams_are_read_beside_the_layers_before(tmp_path: Path, monke
     pages = [range(parts[0].begin // PAGE, (parts[-1].begin + parts[-1].nbytes) // PAGE) for parts in some]
 
     def first_layer(*_: Any) -> None:
-        until = time.monotonic() + 10
-        while not all(any(page in table for page, _ in reads.seen) for table in pages):
-            assert time.monotonic() < until, "nothing of the tables is being read"
-            time.sleep(0.001)
+        until(lambda: all(any(page in table for page, _ in reads.seen) for table in pages))
         if reads.lasts_s:
             raise KeyboardInterrupt
 

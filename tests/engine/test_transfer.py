@@ -28,6 +28,7 @@ from expertly.store.packed import LayerFile
 from tests.engine.disk import Disk, Preads, can_bypass_the_page_cache
 from tests.engine.observe import reader_threads
 from tests.store.builders import PLAN, expert_bytes, write_store
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -118,10 +119,7 @@ def test_loads_and_prefetches_bypass_the_page_cache_where_they_can(on_disk: OnDi
 
 def test_prefetches_go_on_while_nobody_calls(on_disk: OnDisk) -> None:
     on_disk.readers.prefetch([span(expert) for expert in range(6)])
-    end = time.monotonic() + 20
-    while bytes(on_disk.slot(span(5))) != bytes([6]) * on_disk.nbytes:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    until(lambda: bytes(on_disk.slot(span(5))) == bytes([6]) * on_disk.nbytes)
     assert {on_disk.readers.wait().expert for _ in range(6)} == set(range(6))
 
 

@@ -19,6 +19,7 @@ from expertly.core.errors import ConfigError
 from expertly.data import demo_folder
 from expertly.model.prompts import tokens_of
 from expertly.model.templates import Renderer
+from tests.waiting import until
 
 CPU_S = 0.1
 MIB = 1 << 20
@@ -161,12 +162,8 @@ def test_the_process_has_no_files_and_does_not_outlive_its_parent(tokenizer: Any
     for file in (reader, writer, held):
         os.close(file)
     assert [name.partition(":")[0] for name in names] == ["/dev/null", "/dev/null", "socket"]
-    end = time.monotonic() + 30
-    while (
-        time.monotonic() < end and Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()
-    ):
-        time.sleep(0.02)
-    assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
+    command = Path(f"/proc/{pid}/cmdline")
+    until(lambda: not command.exists() or not command.read_bytes())
 
 
 def test_what_ends_the_process_while_it_waits_ends_no_conversation(tokenizer: Any, renderer: Renderer) -> None:
@@ -175,7 +172,5 @@ def test_what_ends_the_process_while_it_waits_ends_no_conversation(tokenizer: An
     assert pid is not None
     assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000", "it goes first where memory runs out"
     os.kill(pid, signal.SIGKILL)
-    end = time.monotonic() + 10
-    while renderer.sandbox.pid is not None and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: renderer.sandbox.pid is None)
     assert renderer.render(tokenizer, [], "b") == "b"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -22,6 +21,7 @@ from expertly.model.turns import SHORT_TOKENS, Turns
 from expertly.store.pages import KeptPages, remove_pages
 from tests.families import VOCAB_SIZE, generate, make_model
 from tests.tables import seeds
+from tests.waiting import until
 
 PAGE = 8  # tokens
 
@@ -99,13 +99,6 @@ class Passes:
             self._changed.notify()
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.001)
-
-
 @cache
 def tiny(family: str) -> Any:
     return make_model(family)
@@ -120,6 +113,14 @@ def passes(family: str = "qwen3_moe", **limits: Any) -> Iterator[Passes]:
             yield made
         finally:
             made.close()
+
+
+def alone(folder: Path, text: Sequence[int], num_tokens: int, about: bytes = b"model") -> tuple[list[int], int]:
+    """What a new batch writes behind a text, and how much of that it found in pages that are kept in `folder`."""
+    with passes(num_pages=20, pages=KeptPages(folder, 1 << 20, about)) as made:
+        made.ask("alone", text, num_tokens)
+        made.wait()
+    return made.tokens["alone"], made.cached["alone"]
 
 
 def drawn(length: int, seed: int) -> list[int]:
@@ -372,33 +373,22 @@ def test_what_was_read_and_written_is_found_on_disk_after_a_restart(tmp_path: Pa
     for number, more in enumerate(turns):
         text = [*prompt, *said, *more]
         expected = generate(model, [text], 20)[0]
-        with passes(num_pages=20, pages=KeptPages(tmp_path / "kv", 1 << 20, b"model")) as made:
-            made.ask("turn", text, 20)
-            made.wait()
-        assert made.tokens["turn"] == expected
+        written, num_cached = alone(tmp_path / "kv", text, 20)
+        assert written == expected
         before = len(prompt) + len(said) if number else 0
-        assert before - PAGE < made.cached["turn"] + 1 <= before + 1 or not number, "no more than a page is lost"
+        assert before - PAGE < num_cached + 1 <= before + 1 or not number, "no more than a page is lost"
         said = [*said, *more, *expected]
     files = sorted((tmp_path / "kv").iterdir())
     contents = [page.read_bytes() for page in files]
     for page, another in zip(files, contents[1:] + contents[:1], strict=True):
         page.write_bytes(another)
-    with passes(num_pages=20, pages=KeptPages(tmp_path / "kv", 1 << 20, b"model")) as made:
-        made.ask("exchanged", text, 20)
-        made.wait()
-    assert (made.tokens["exchanged"], made.cached["exchanged"]) == (expected, 0), "another page under this name"
+    assert alone(tmp_path / "kv", text, 20) == (expected, 0), "another page under this name"
     for page in (tmp_path / "kv").iterdir():
         content = bytearray(page.read_bytes())
         content[7] ^= 1
         page.write_bytes(content)
-    with passes(num_pages=20, pages=KeptPages(tmp_path / "kv", 1 << 20, b"model")) as made:
-        made.ask("damaged", text, 20)
-        made.wait()
-    assert (made.tokens["damaged"], made.cached["damaged"]) == (expected, 0), "a flipped bit is found"
-    with passes(num_pages=20, pages=KeptPages(tmp_path / "kv", 1 << 20, b"another model")) as made:
-        made.ask("another", text, 20)
-        made.wait()
-    assert made.cached["another"] == 0
+    assert alone(tmp_path / "kv", text, 20) == (expected, 0), "a flipped bit is found"
+    assert alone(tmp_path / "kv", text, 20, b"another model") == (expected, 0)
 
 
 def test_pages_that_others_needed_come_back_from_disk(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from expertly.serve.server import bind, open_server
 from expertly.serve.settings import ServeOptions
 from tests.families import FAMILIES, make_checkpoint
 from tests.serve.conftest import Serving, assembled_for, greedy, greedy_end, room_for, running, served
+from tests.waiting import until
 
 WORDS = ("sea", "king", "code", "winter", "river", "doctor", "ship", "garden", "letter", "number")
 PROMPTS = [f"The old {word}" for word in WORDS]
@@ -52,7 +53,7 @@ def test_a_hundred_streams_are_each_what_generate_writes(demo: tuple[Any, Any]) 
         scheduler._admit = lambda request: (admit(request), seen.append(len(scheduler.running)))
         got = streams(serving, asked, max_tokens=4)
         assert (len(scheduler.running), len(scheduler.waiting)) == (0, 0)
-        wait_for(lambda: scheduler.free_pages == scheduler.room.num_pages)
+        until(lambda: scheduler.free_pages == scheduler.room.num_pages)
     assert got == [expected[prompt] for prompt in asked]
     assert max(seen) == 32, "as many as may run did run together"
 
@@ -85,7 +86,7 @@ def test_four_chats_of_a_large_context_run_in_a_cache_of_one(tmp_path: Path) -> 
         alone = [serving.chat(prompt, NUM_TOKENS).choices[0].message.content for prompt in prompts]
         for num_answers, prompt in zip((1, 1, 2), prompts, strict=True):
             streams.enter_context(serving.chat(prompt, max_tokens=None, n=num_answers, stream=True))
-        wait_for(lambda: len(writing) == 4 and all(len(text.tokens) >= NUM_TOKENS for text in [*writing.values()]))
+        until(lambda: len(writing) == 4 and all(len(text.tokens) >= NUM_TOKENS for text in [*writing.values()]))
         decode = assembled.service.prompts.tokenizer.decode
         together = [decode(text.tokens[:NUM_TOKENS], skip_special_tokens=True) for text in [*writing.values()]]
         assert sorted(together) == sorted([*alone, alone[2]])
@@ -106,14 +107,14 @@ def test_who_goes_frees_its_place(demo: tuple[Any, Any]) -> None:
                     next(lines)
                 release = hold(serving)
                 leave(serving, body | {"stream": is_stream}, lambda: serving.scheduler.waiting)
-                wait_for(lambda: not serving.scheduler.waiting)
+                until(lambda: not serving.scheduler.waiting)
                 assert len(serving.scheduler.running) == 1
                 release.set()
-            wait_for(lambda: not serving.scheduler.running)
-            wait_for(lambda: serving.scheduler.free_pages == serving.scheduler.room.num_pages)
+            until(lambda: not serving.scheduler.running)
+            until(lambda: serving.scheduler.free_pages == serving.scheduler.room.num_pages)
         writes = lambda: any(text.tokens for text in [*serving.scheduler.running.values()])  # noqa: E731
         leave(serving, body | {"stream": False}, writes)
-        wait_for(lambda: not serving.scheduler.running)
+        until(lambda: not serving.scheduler.running)
         assert serving.metrics()['expertly_requests_total{outcome="cancelled"}'] == 5
         written = expertly.stats(demo[0]).as_dict()["phases"]["decode"]["iterations"]
         time.sleep(0.5)
@@ -139,7 +140,7 @@ def test_who_reads_nothing_holds_nothing(demo: tuple[Any, Any], monkeypatch: pyt
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", httpx.URL(serving.url).port))
         client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
-        wait_for(lambda: serving.scheduler.running)
+        until(lambda: serving.scheduler.running)
         assert complete(serving, 4), "it waited for the only place"
         assert serving.metrics()['expertly_requests_total{outcome="cancelled"}'] == 1
 
@@ -148,7 +149,7 @@ def leave(serving: Serving, body: dict[str, Any], is_time: Callable[[], object])
     """Ask, and go as soon as it is time, which is before the answer."""
     connection = HTTPConnection(serving.url.removeprefix("http://"))
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    wait_for(is_time)
+    until(is_time)
     connection.close()
 
 
@@ -161,7 +162,7 @@ def test_a_stream_that_fails_says_so_and_who_waits_is_served(demo: tuple[Any, An
         chunks = serving.complete("The old sea", 200, stream=True)
         next(chunks)
         waiting = pool.submit(complete, serving, 8)
-        wait_for(lambda: len(serving.scheduler.waiting) == 1)
+        until(lambda: len(serving.scheduler.waiting) == 1)
         break_next_pass(demo[0], RuntimeError("broken"))
         with pytest.raises(openai.APIError, match="broken"):
             list(chunks)
@@ -177,7 +178,7 @@ def test_a_model_that_cannot_begin_again_is_told_to_everybody(
             raise MemoryError("no room for a cache")
 
         monkeypatch.setattr(Batch, "_make", cannot)
-        break_next_pass(demo[0], RuntimeError("broken"), lambda: wait_for(lambda: serving.scheduler.waiting))
+        break_next_pass(demo[0], RuntimeError("broken"), lambda: until(lambda: serving.scheduler.waiting))
         with ThreadPoolExecutor() as pool:
             errors: list[Any] = [pool.submit(complete, serving, 8).exception for _ in range(2)]
             assert sorted(error(60).status_code for error in errors) == [500, 503], "who ran, and who waited"
@@ -217,10 +218,3 @@ def hold(serving: Serving) -> threading.Event:
 
 def complete(serving: Serving, num_tokens: int, prompt: str = "The old sea") -> str:
     return str(serving.complete(prompt, num_tokens).choices[0].text)
-
-
-def wait_for(is_so: Any, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.01)
