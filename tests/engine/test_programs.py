@@ -31,6 +31,7 @@ from tests.engine.observe import loaded
 from tests.engine.test_graphs import RECORDED
 from tests.families import FAMILIES, Family, generate, load_reference, make_checkpoint, make_prompts
 from tests.formats.gguf_files import make_gguf
+from tests.formats.references import decoded
 from tests.model.test_turns import Passes
 
 pytestmark = pytest.mark.timeout(180)
@@ -58,16 +59,6 @@ def without_programs(store: Path, **options: Any) -> Iterator[Any]:
         yield model
 
 
-def decode(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Logits [N, V] of given tokens, one step each, through the KV cache."""
-    rows = []
-    with torch.no_grad():
-        cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
-        for token in tokens:
-            rows.append(model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1])
-    return torch.stack(rows)
-
-
 @pytest.mark.parametrize("family", sorted(RECORDED))
 def test_in_bfloat16_a_layer_gives_the_same_bits(family: str, tmp_path: Path) -> None:
     """As the layer's own forward, over more tokens than those that were compared; test_every_family.py has float32."""
@@ -76,7 +67,7 @@ def test_in_bfloat16_a_layer_gives_the_same_bits(family: str, tmp_path: Path) ->
     logits = []
     for opened in (loaded, without_programs):
         with opened(folder, system="lru", memory="60%") as model:
-            logits.append(decode(model, prompt, tokens))
+            logits.append(decoded(model, prompt, tokens))
             num_layers = len(programs_of(model))
             assert bool(num_layers) == (opened is loaded)
             assert num_run(model) == num_layers * (len(tokens) - COMPARED)
@@ -94,9 +85,9 @@ def test_a_token_of_a_quantised_file_is_one_native_call(
     prompt, tokens = make_prompts(1)[0], make_prompts(1, length=12, seed=3)[0]
     for opened in (loaded, without_programs):
         with opened(path, system="resident", memory="100%") as model:
-            logits.append(decode(model, prompt, tokens))
+            logits.append(decoded(model, prompt, tokens))
             counts.clear()
-            assert torch.equal(decode(model, prompt, tokens), logits[0])
+            assert torch.equal(decoded(model, prompt, tokens), logits[0])
             num_layers = len(programs_of(model))
             assert len(counts) == (num_layers + len(tokens) if num_layers else 0), "once a layer for a new cache"
     assert torch.equal(*logits)
@@ -144,9 +135,9 @@ def test_a_cache_that_grows_is_cropped_or_copied(cases: Cases) -> None:
     case = cases["mixtral"]
     prompt, tokens = case.prompts[0], make_prompts(1, length=60, seed=5)[0]
     with loaded(case.store, memory="60%") as model:
-        expected = decode(case.reference, prompt, tokens)
+        expected = decoded(case.reference, prompt, tokens)
         torch.testing.assert_close(
-            decode(model, prompt, tokens), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())
+            decoded(model, prompt, tokens), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())
         )
         with torch.no_grad():
             cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
@@ -168,13 +159,13 @@ def test_a_router_that_cannot_tell_is_torchs(cases: Cases) -> None:
     case = cases["qwen3_moe"]
     prompt, tokens = case.prompts[0], case.tokens[0]
     with loaded(case.store, memory="100%") as model, without_programs(case.store, memory="100%") as plain:
-        decode(model, prompt, tokens)
+        decoded(model, prompt, tokens)
         for changed in (model, plain):
             for layer in changed.model.layers:
                 weight = layer.mlp.gate.weight.data
                 weight[1::2] = weight[::2] * (1 + 2e-7)
         before = num_run(model)
-        assert torch.equal(decode(model, prompt, tokens), decode(plain, prompt, tokens))
+        assert torch.equal(decoded(model, prompt, tokens), decoded(plain, prompt, tokens))
         assert num_run(model) > before
 
 
@@ -239,7 +230,7 @@ def test_a_token_of_resident_experts_is_one_call(cases: Cases, monkeypatch: pyte
     case = cases["qwen3_moe"]
     with loaded(case.store, system="resident", memory="100%") as model:
         kernels, calls, (prompt, tokens) = handle(model).engine.shard.kernels, [], (case.prompts[0], case.tokens[0])
-        decode(model, prompt, tokens)
+        decoded(model, prompt, tokens)
         run = kernels.run_program
 
         def counted(steps: Any, begin: int, most: int) -> tuple[int, int]:
@@ -248,9 +239,9 @@ def test_a_token_of_resident_experts_is_one_call(cases: Cases, monkeypatch: pyte
             return run(steps, begin, most)
 
         monkeypatch.setattr(kernels, "run_program", counted)
-        expected = decode(model, prompt, tokens)
+        expected = decoded(model, prompt, tokens)
         calls.clear()
-        assert torch.equal(decode(model, prompt, tokens), expected)
+        assert torch.equal(decoded(model, prompt, tokens), expected)
         assert len(calls) == len(tokens)
         layers = model.model.layers
         assert all(isinstance(layer, torch.nn.Module) for layer in layers), "whoever else asks gets the layers"
@@ -258,11 +249,11 @@ def test_a_token_of_resident_experts_is_one_call(cases: Cases, monkeypatch: pyte
         seen: list[torch.Tensor] = []
         hook = layers[1].register_forward_hook(lambda layer, inputs, out: seen.append(inputs[0]))
         calls.clear()
-        assert torch.equal(decode(model, prompt, tokens), expected)
+        assert torch.equal(decoded(model, prompt, tokens), expected)
         assert len(calls) == 3 * len(tokens) and len(seen) == 1 + len(tokens)
         hook.remove()
         calls.clear()
-        decode(model, prompt, tokens)
+        decoded(model, prompt, tokens)
         assert len(calls) == len(tokens)
 
 
@@ -318,10 +309,10 @@ def test_whoever_looks_between_layers_sees_what_they_give(cases: Cases, monkeypa
     prompt, tokens = case.prompts[0], case.tokens[0]
     with loaded(case.store) as model, without_programs(case.store) as plain:
         both = model, plain
-        decode(model, prompt, tokens)
+        decoded(model, prompt, tokens)
 
         def agree() -> bool:
-            return torch.equal(*(decode(it, prompt, tokens) for it in both))
+            return torch.equal(*(decoded(it, prompt, tokens) for it in both))
 
         assert agree()
         hooks = [it.model.layers[1].register_forward_hook(lambda layer, inputs, out: out * 1.5) for it in both]
@@ -360,7 +351,7 @@ def test_layers_run_as_they_are_ordered(cases: Cases) -> None:
             for layers, as_loaded in stacks:
                 for place, number in enumerate(order):
                     layers[place] = as_loaded[number]
-            assert torch.equal(*(decode(it, prompt, tokens) for it in (model, plain))), order
+            assert torch.equal(*(decoded(it, prompt, tokens) for it in (model, plain))), order
 
 
 def test_each_layer_has_its_own_angles(tmp_path: Path) -> None:
@@ -370,7 +361,7 @@ def test_each_layer_has_its_own_angles(tmp_path: Path) -> None:
     folder = make_checkpoint(Family("mellum", 3, 2, {"intermediate_size": 48, **more}), tmp_path / "checkpoint")
     prompt, tokens = make_prompts(1)[0], make_prompts(1, length=12, seed=3)[0]
     with loaded(folder, memory="100%") as model:
-        torch.testing.assert_close(decode(model, prompt, tokens), decode(load_reference(folder), prompt, tokens))
+        torch.testing.assert_close(decoded(model, prompt, tokens), decoded(load_reference(folder), prompt, tokens))
         assert num_run(model) > 0
 
 
@@ -379,12 +370,12 @@ def test_a_matrix_that_is_turned_where_it_is(tmp_path: Path) -> None:
     prompt, tokens = make_prompts(1)[0], make_prompts(1, length=9, seed=3)[0]
     reference = load_reference(folder)
     with loaded(folder) as model:
-        decode(model, prompt, tokens)
+        decoded(model, prompt, tokens)
         for it in (model, reference):
             weight = it.model.layers[1].self_attn.o_proj.weight  # as high as wide
             weight.data = weight.data.t()
-        expected = decode(reference, prompt, tokens)
-        torch.testing.assert_close(decode(model, prompt, tokens), expected, rtol=1e-3, atol=1e-3)
+        expected = decoded(reference, prompt, tokens)
+        torch.testing.assert_close(decoded(model, prompt, tokens), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -395,12 +386,12 @@ def test_a_number_that_is_set_later_counts(name: str, cases: Cases) -> None:
     case = cases[family]
     prompt, tokens = case.prompts[0], case.tokens[0]
     with loaded(case.store) as model, without_programs(case.store) as plain:
-        decode(model, prompt, tokens)
+        decoded(model, prompt, tokens)
         for it in (model, plain):
             module, _, number = f"model.layers.1.{path}".rpartition(".")
             setattr(it.get_submodule(module), number, 1)
         before = num_run(model)
-        assert torch.equal(*(decode(it, prompt, tokens) for it in (model, plain)))
+        assert torch.equal(*(decoded(it, prompt, tokens) for it in (model, plain)))
         assert num_run(model) == before + 2 * len(tokens)
 
 
@@ -412,7 +403,7 @@ def test_a_cache_of_another_model_is_refused_as_by_transformers(cases: Cases, tm
     for number, more in enumerate([{"num_key_value_heads": 1}, {"head_dim": 4}]):
         folder = make_checkpoint(Family("qwen3_moe", 3, 3, usual | more), tmp_path / str(number))
         with loaded(case.store) as model, loaded(folder) as another, torch.no_grad():
-            decode(model, prompt, tokens)
+            decoded(model, prompt, tokens)
             cache = another(torch.tensor([prompt]), use_cache=True).past_key_values
             token = torch.tensor([tokens[:1]])
             another(token, past_key_values=cache)
@@ -425,7 +416,7 @@ def test_a_layer_that_was_not_reached_keeps_its_cache(cases: Cases, monkeypatch:
     case = cases["qwen3_moe"]
     prompt, tokens = case.prompts[0], case.tokens[0]
     with loaded(case.store, system="on-demand") as model, torch.no_grad():
-        decode(model, prompt, tokens)
+        decoded(model, prompt, tokens)
         cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
         token = torch.tensor([tokens[:1]])
         for _ in range(2):

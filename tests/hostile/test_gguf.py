@@ -15,7 +15,7 @@ import pytest
 
 from expertly.core.errors import CheckpointError
 from expertly.model.packing import pack
-from tests.formats.gguf_files import WORDS, make_gguf, set_metadata, set_strings
+from tests.formats.gguf_files import WORDS, make_gguf, set_metadata, set_strings, write_file
 from tests.hostile.cases import run_command
 
 KIND = gguf.GGUFValueType
@@ -113,10 +113,7 @@ def test_what_is_beside_a_model_is_named_for_what_it_is(name: str, tmp_path: Pat
         writer = gguf.GGUFWriter(path, architecture)
         set_metadata(writer, architecture, metadata)
         writer.add_tensor("blk.0.attn_q.weight", np.zeros((4, 4), np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_file(writer)
     else:
         path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 4976698672\n")
     refused(path, sentence)

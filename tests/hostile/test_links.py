@@ -226,9 +226,6 @@ def test_every_file_of_a_store_has_a_name_of_the_list(tmp_path: Path) -> None:
     assert not any(is_store_name(name) for name in ("notes.txt", "experts-1.safetensors", "../lock", "lock\n", ".tmp"))
 
 
-# -- locks -------------------------------------------------------------------------------------------------------------
-
-
 # -- whole commands ----------------------------------------------------------------------------------------------------
 
 

@@ -76,9 +76,6 @@ def test_random_splits(segments: int, ahead: str, keeping: tuple[str, str]) -> N
     assert happened["of new quotas"]
 
 
-# -- without predictions -------------------------------------------------------------------------------------------
-
-
 # -- bounds and equalities -----------------------------------------------------------------------------------------
 
 
