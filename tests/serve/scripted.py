@@ -15,7 +15,20 @@ from expertly.serve.sampling import Sampler
 from expertly.serve.server import Assembled
 
 
-class Scripted:
+class Uncached:
+    """What a Stepper says that keeps no pages."""
+
+    def num_cached(self, name: str) -> int:
+        return 0
+
+    def free_share(self) -> float:
+        return 1.0
+
+    def num_preempted(self) -> int:
+        return 0
+
+
+class Scripted(Uncached):
     """See Stepper. Each request gets the tokens of `says`, one a step; where its own settings (a bias, a temperature)
     chose others, so that it did not end there, the last one again, as a model would go on.
     """
@@ -34,15 +47,6 @@ class Scripted:
 
     def cancel(self, name: str) -> None:
         self._cancelled.add(name)
-
-    def num_cached(self, name: str) -> int:
-        return 0
-
-    def free_share(self) -> float:
-        return 1.0
-
-    def num_preempted(self) -> int:
-        return 0
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()

@@ -14,6 +14,7 @@ from expertly.serve.errors import ApiError
 from expertly.serve.request import ServedRequest, StopStrings
 from expertly.serve.sampling import SampledToken, Sampling
 from expertly.serve.scheduler import RequestScheduler, Room
+from tests.serve.scripted import Uncached
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +26,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-class Steps:
+class Steps(Uncached):
     """A Stepper whose forward passes the test makes."""
 
     def __init__(self) -> None:
@@ -36,15 +37,6 @@ class Steps:
 
     def cancel(self, name: str) -> None:
         self.running.pop(name, None)
-
-    def num_cached(self, name: str) -> int:
-        return 0
-
-    def free_share(self) -> float:
-        return 1.0
-
-    def num_preempted(self) -> int:
-        return 0
 
     def is_alive(self) -> bool:
         return True
