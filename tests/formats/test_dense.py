@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import expertly
 from expertly.cli.main import main
@@ -303,25 +302,6 @@ def test_scales_that_are_not_those_of_the_blocks_are_refused(
     quantization = {"quant_method": "fp8", "weight_block_size": block}
     set_config(source, quantization_config=quantization)
     refused(source, CheckpointError, message, "float32")
-
-
-def test_experts_in_fp4_stay_what_they_are_and_are_what_transformers_decodes() -> None:
-    """As DeepSeek-V4 has them beside layers in FP8: two numbers in a byte, a scale for each 32, which is MXFP4."""
-    dice = torch.Generator().manual_seed(3)
-    codes = torch.randint(-128, 128, (48, 64), generator=dice, dtype=torch.int8)
-    scales = torch.randint(110, 130, (48, 4), generator=dice, dtype=torch.uint8)
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
-    tensors = {".weight": codes, ".weight_scale_inv": scales}
-    layout = Fp8Layout(quantization | {"expert_dtype": "fp4"}, "float32")
-    assert torch.equal(layout.weight(tensors), wanted)
-    form = layout.form_of("", {".weight": ("I8", (48, 64)), ".weight_scale_inv": ("F8_E8M0", (48, 4))})
-    assert form is layout.usual_form() is FORMATS["mxfp4"]
-    for exponents in (scales, scales.view(torch.float8_e8m0fnu)):
-        kept = form.pack(form.parts_of(layout.read(tensors | {".weight_scale_inv": exponents})))
-        assert torch.equal(form.decode(torch.from_numpy(kept)), wanted)
-    with pytest.raises(CheckpointError, match=r"weights in torch\.int8: must be FP8"):
-        Fp8Layout(quantization, "float32").weight(tensors)
 
 
 def test_pack_says_what_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -601,7 +601,10 @@ def test_experts_of_deepseek_v4_keep_their_fp4(tmp_path: Path) -> None:
     store = pack(tmp_path / "model", tmp_path / "store")
     assert store.manifest.stored_as == "mxfp4"
     assert_holds(store, tmp_path / "model", plain)
+    assert_holds(pack(tmp_path / "model", tmp_path / "wide", "float32"), tmp_path / "model", plain, runs=False)
     (tmp_path / "alone").mkdir()
     shutil.copy(tmp_path / "model" / "config.json", tmp_path / "alone")
     for source in ("model", "alone"):
         assert needs_of(str(tmp_path / source)).stored_as == "mxfp4"
+    set_config(tmp_path / "model", expert_dtype="fp8")
+    refused(tmp_path / "model", CheckpointError, "must be FP8, as config.json has it", "float32")
