@@ -178,14 +178,14 @@ def test_a_zero_point_that_readers_understand_differently_is_refused(tmp_path: P
         ("autoawq", "version", "gemv", "'gemm'"),
         ("int4", "config_groups.group_0.format", "marlin-24", "'pack-quantized' or "),
         ("int4", "config_groups", {}, "an object of groups"),
-        ("int4", "config_groups.group_0.weights", None, "an object with `weights`"),
+        ("int4", "config_groups.group_0.weights", None, "an object of groups, one of them with `weights`"),
         ("int4", "config_groups.group_0.weights.num_bits", 1, "2 or 3 or 4 or 5 or 6 or 7 or 8"),
         ("int4", "config_groups.group_0.weights.type", "float", "'int'"),
         ("int4", "config_groups.group_0.weights.strategy", "token", "'group' or 'channel'"),
         ("int4", "config_groups.group_0.weights.group_size", -1, "a whole number above 0"),
         ("int4", "config_groups.group_0.weights.dynamic", True, "False or None"),
         ("int4", "config_groups.group_0.weights.actorder", "magic", "None or .*'group'"),
-        ("int4", "transform_config", {"config_groups": {"u": {}}}, "None or {}"),
+        ("int4", "transform_config", {"config_groups": {"u": {}}}, "none"),
     ],
 )
 def test_other_schemes_are_refused_by_field(name: str, field: str, value: Any, accepted: str, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_other_schemes_are_refused_by_field(name: str, field: str, value: Any, a
     set_quantization(source, **{field: value})
     last = field.rpartition(".")[2]
     for dtype in (None, "bfloat16"):
-        refused(source, UnsupportedModelError, rf"({last}|group_0|bits)=.*must be {accepted}", dtype)
+        refused(source, UnsupportedModelError, rf"({last}|config_groups|group_0|bits)=.*must be {accepted}", dtype)
 
 
 @pytest.mark.parametrize("field", ["bits", "group_size", "version"])

@@ -19,7 +19,7 @@ class _Halves(TiledFormat):
     tile_nbytes = TILE_OUTPUTS * 64
 
     def __init__(self, type: str, kernel: int, dtype: str, item_nbytes: int) -> None:
-        """`type`: GGUF's name of it. `item_nbytes`: of an output at a time."""
+        """`type`: GGUF's name of it. `item_nbytes`: bytes of one output that lie together in a tile."""
         self.name, self.type, self.kernel = type.lower(), type, kernel
         self._dtype, self._item_nbytes = dtype, item_nbytes
 
