@@ -1,17 +1,18 @@
 """`expertly` against llama.cpp's mmap, ftllm, neurostream and accelerate's offload: the same model, cgroup and tokens.
 
-    python bench/peers/run.py [--sizes 4x,2x,ram] [--peers expertly,llama.cpp,ftllm,neurostream,accelerate]
+    python bench/peers/run.py [--sizes 4x,2x] [--peers expertly,llama.cpp,ftllm,neurostream,accelerate]
                               [--systems lru,expertly,expertly-ahead] [--formats none,mxfp4] [--threads 1,2]
                               [--model like|qwen3|3gib] [--gguf Q4_0|Q4_K_M] [--requests 3] [--tokens 32]
 
 `4x`: a memory cgroup (version 1) of a quarter of the whole model's bytes, for each process, from its first byte on;
-`ram`: all the memory there is. Peers take turns, request by request, and each request with each number of threads; what
-is fed does not depend on what a model would choose, but for ftllm, which decodes its own text. `--model qwen3`: layers
-of Qwen3-30B-A3B's shape (tools/widen_model.py). `--gguf`: a file that llama.cpp quantises, as published ones are, for
-`expertly`, llama.cpp and neurostream; `--formats` mxfp4, int4, int8: experts rounded to it. `--memory`: of `expertly`;
-auto is what is left in its cgroup. The first request only fills caches. llama.cpp and accelerate are the extra `peers`;
-ftllm and neurostream are installed into $EXPERTLY_BENCH_DIR, where only their processes find them. What is not there is
-left out, and said so. Columns: docs/peers.md. Beside another commit: bench/beside.py.
+`ram`: all the memory there is, half of which must hold the models of all peers at once. Peers take turns, request by
+request, and each request with each number of threads; what is fed does not depend on what a model would choose, but for
+ftllm, which decodes its own text. `--model qwen3`: layers of Qwen3-30B-A3B's shape (tools/widen_model.py). `--gguf`: a
+file that llama.cpp quantises, as published ones are, for `expertly`, llama.cpp and neurostream; `--formats` mxfp4, int4,
+int8: experts rounded to it. `--memory`: of `expertly`; auto is what is left in its cgroup. The first request only fills
+caches. llama.cpp and accelerate are the extra `peers`; ftllm and neurostream are installed into $EXPERTLY_BENCH_DIR,
+where only their processes find them. What is not there is left out, and said so. Columns: docs/peers.md. Beside another
+commit: bench/beside.py.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Entry:
 
 def main() -> None:
     args = options(
-        __doc__, sizes="4x,2x,ram", peers="expertly,llama.cpp,ftllm,neurostream,accelerate",
+        __doc__, sizes="4x,2x", peers="expertly,llama.cpp,ftllm,neurostream,accelerate",
         systems="lru,expertly,expertly-ahead", formats="none", memory="auto", threads="1,2", model=MODELS,
         gguf=None, requests=3, prompt=256, tokens=32, out=None,
     )  # fmt: skip
@@ -96,7 +97,7 @@ def main() -> None:
     requests = make_requests(model, args.requests + 1, args.prompt, args.tokens)
     context = -(-(args.prompt + args.tokens) // 256) * 256
     with tempfile.TemporaryDirectory(dir=model.parent) as scratch:
-        bench = Bench(args, model, requests, context, Path(scratch))
+        bench = Bench(args, model, requests, context, Path(scratch), peers)
         rows = [row for size in args.sizes.split(",") for row in bench.run(size, peers)]
         bench.compare(rows)
     settings = {key: value for key, value in vars(args).items() if key != "out"}
@@ -107,7 +108,13 @@ class Bench:
     """All sizes on one model."""
 
     def __init__(
-        self, args: argparse.Namespace, model: Path, requests: list[dict[str, Any]], context: int, scratch: Path
+        self,
+        args: argparse.Namespace,
+        model: Path,
+        requests: list[dict[str, Any]],
+        context: int,
+        scratch: Path,
+        peers: list[str],
     ) -> None:
         import expertly
         from expertly.model.packing import pack_cached
@@ -119,6 +126,9 @@ class Bench:
         self._store = pack_cached(model)
         self._layers = self._store.manifest.layers
         self._nbytes = self._store.experts_nbytes + self._store.dense_nbytes
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+        if "ram" in args.sizes.split(",") and len(peers) * self._nbytes > memory // 2:
+            raise SystemExit(f"--peers {','.join(peers)}: so many models do not fit in half of {memory >> 30} GiB")
         self._disk: list[float] = []
         loaded, _ = expertly.load(str(model), system="lru", memory="25%", device="cpu")
         record_requests(loaded, requests, scratch / "routing", full=False)
@@ -129,9 +139,6 @@ class Bench:
     def run(self, size: str, peers: list[str]) -> list[dict[str, Any]]:
         """The rows of one size; no processes are left."""
         limit = None if size == "ram" else int(self._nbytes / float(size.removesuffix("x")))
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-        if limit is None and len(peers) * self._nbytes > memory // 2:
-            raise SystemExit(f"--peers {','.join(peers)}: so many models do not fit in half of {memory >> 30} GiB")
         entries = [entry for peer in peers for entry in self._entries(peer, limit)]
         threads = [int(number) for number in self._args.threads.split(",")]
         with ExitStack() as stack:
