@@ -139,16 +139,16 @@ def is_own(model: PreTrainedModel, path: str) -> bool:
 
 
 def can_be_tiled(model: PreTrainedModel, path: str) -> bool:
-    """Whether a module is one of those that are known, its weight is as it is stored, and linear layers alone share it,
-    and all compute it in the model's dtype.
+    """Whether a module can keep tiles in place of its weight: a linear layer, or a table that looks rows up as they are
+    stored, which computes in the model's dtype, as do the linear layers that share the weight, if any.
     """
-    module, others = model.get_submodule(path), _sharing(model, path)
+    module, sharing = model.get_submodule(path), _sharing(model, path)
     return (
         type(module) in _TILED
         and getattr(module, "max_norm", None) is None
         and f"{path}.weight" not in model.all_tied_weights_keys
-        and all(type(model.get_submodule(each)) is nn.Linear for each in others)
-        and all(_is_in_dtype(model, each) for each in (path, *others))
+        and all(type(model.get_submodule(each)) is nn.Linear for each in sharing)
+        and all(_is_in_dtype(model, each) for each in (path, *sharing))
     )
 
 
@@ -165,8 +165,8 @@ def _sharing(model: PreTrainedModel, path: str) -> list[str]:
 
 def put_tiles(model: Any, formats: Mapping[str, str]) -> None:
     """Make layers of a model on the meta device, by their paths, keep tiles of these formats in place of weights, and
-    those that share their weights the same tiles; what they are is loaded with the rest. Raises ConfigError naming a
-    layer for which there are none.
+    those that share their weights the same tiles, whose bytes are loaded with the rest. Raises ConfigError naming a
+    layer that cannot have any.
     """
     for path, name in formats.items():
         try:

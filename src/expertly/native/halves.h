@@ -38,7 +38,8 @@ INLINE void NAME(halves_decode)(int format, const char *p, float (*out)[16]) {
 
 #define HALVES(F, f, of)                                                                                                     \
     INLINE void NAME(f##_add)(int dtype, int N, const char *p, const unit *x, int64_t x_stride, float *sums, int64_t stride) { \
-        if (dtype == FLOAT32 || (dtype == PAIRS ? BFLOAT16 : dtype) == of) NAME(halves_of)(F, FLOAT32, N, p, x, x_stride, sums, stride);                   \
+        const int is_exact = dtype == FLOAT32 || (dtype == PAIRS ? BFLOAT16 : dtype) == of;                                  \
+        if (is_exact) NAME(halves_of)(F, FLOAT32, N, p, x, x_stride, sums, stride);                                          \
         else NAME(halves_of)(F, of == FLOAT16 ? BFLOAT16 : FLOAT16, N, p, x, x_stride, sums, stride);                        \
     }                                                                                                                        \
     INLINE void NAME(f##_decode)(const char *p, float (*out)[16]) { NAME(halves_decode)(F, p, out); }
