@@ -9,8 +9,8 @@
 request, and each request with each number of threads; what is fed does not depend on what a model would choose, but for
 ftllm, which decodes its own text. `--model qwen3`: layers of Qwen3-30B-A3B's shape (tools/widen_model.py). `--gguf`: a
 file that llama.cpp quantises, as published ones are, for `expertly`, llama.cpp and neurostream; `--formats` mxfp4,
-int4, int8: experts rounded to it. `--memory`: of `expertly`; auto is what is left in its cgroup. The first request only fills
-caches. llama.cpp and accelerate are the extra `peers`; ftllm and neurostream are installed into $EXPERTLY_BENCH_DIR,
+int4, int8: experts rounded to it. `--memory`: of `expertly`; auto is what is left in its cgroup. The first request only
+fills caches. llama.cpp and accelerate are the extra `peers`; ftllm and neurostream are installed into $EXPERTLY_BENCH_DIR,
 where only their processes find them. What is not there is left out, and said so. Columns: docs/peers.md. Beside another
 commit: bench/beside.py.
 """
