@@ -6,13 +6,13 @@
 
 `4x`: a memory cgroup (version 1) of a quarter of the whole model's bytes, for each process, from its first byte on;
 `ram`: all the memory there is, half of which must hold the models of all peers at once. Peers take turns, request by
-request, and each request with each number of threads; what is fed does not depend on what a model would choose, but for
-ftllm, which decodes its own text. `--model qwen3`: layers of Qwen3-30B-A3B's shape (tools/widen_model.py). `--gguf`: a
-file that llama.cpp quantises, as published ones are, for `expertly`, llama.cpp and neurostream; `--formats` mxfp4,
-int4, int8: experts rounded to it. `--memory`: of `expertly`; auto is what is left in its cgroup. The first request only
-fills caches. llama.cpp and accelerate are the extra `peers`; ftllm and neurostream are installed into $EXPERTLY_BENCH_DIR,
-where only their processes find them. What is not there is left out, and said so. Columns: docs/peers.md. Beside another
-commit: bench/beside.py.
+request, and each request with each number of threads; what is fed does not depend on what a model would choose, but
+for ftllm, which decodes its own text. `--model qwen3`: layers of Qwen3-30B-A3B's shape (tools/widen_model.py).
+`--gguf`: a file that llama.cpp quantises, as published ones are, for `expertly`, llama.cpp and neurostream;
+`--formats` mxfp4, int4, int8: experts rounded to it. `--memory`: of `expertly`; auto is what is left in its cgroup.
+The first request only fills caches. llama.cpp and accelerate are the extra `peers`; ftllm and neurostream are
+installed into $EXPERTLY_BENCH_DIR, where only their processes find them. What is not there is left out, and said so.
+Columns: docs/peers.md. Beside another commit: bench/beside.py.
 """
 
 from __future__ import annotations
