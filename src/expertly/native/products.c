@@ -229,26 +229,31 @@ typedef int32_t two_halves __attribute__((aligned(2), may_alias));
 #endif
 #endif
 
-/* From the slowest to the fastest; NULL where number `level` does not run here. */
-static const instruction_set *set_at(int level) {
-    if (level == 0) return &set_generic;
+enum { NUM_SETS = 4 };
+
+/* From the slowest to the fastest; NULL: does not run here. */
+static const instruction_set *sets[NUM_SETS] = {&set_generic};
+
+/* Once: `cpuid` leaves a virtual machine, which takes longer than a small layer's products. */
+__attribute__((constructor)) static void find_sets(void) {
 #ifdef HAS_DOTS
-    if (level == 1 && ARE_DOTS_HERE) return &set_neon;
+    if (ARE_DOTS_HERE) sets[1] = &set_neon;
 #endif
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); /* and so f16c, which clang 14 cannot name */
-    if (level == 1 && has_avx2) return &set_avx2;
-    int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-    if (level == 2 && has_avx512) return &set_avx512;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return;
+    sets[1] = &set_avx2; /* with f16c, which clang 14 cannot name */
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return;
+    if (!__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vnni")) return;
+    sets[2] = &set_avx512;
 #ifdef HAS_PAIRS
     unsigned a, b, c, d; /* clang 14 does not know AVX512-BF16 by name */
-    if (level == 3 && has_avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1) return &pairs_set_avx512;
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1) sets[3] = &pairs_set_avx512;
 #endif
 #endif
-    return NULL;
 }
+
+static const instruction_set *set_at(int level) { return level < 0 || level >= NUM_SETS ? NULL : sets[level]; }
 
 /* Of the interface: whoever calls it knows the same number. */
 int expertly_products_version(void) { return 37; }
