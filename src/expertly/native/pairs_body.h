@@ -20,40 +20,47 @@ INLINE __m128 NAME(totals_of_pairs)(__m512 a, __m512 b, __m512 c, __m512 d) {
 enum { ROWS_AT_ONCE = 64, TOTALS = ROWS_AT_ONCE + 4 };
 
 /* Totals of `num` times four rows, those of token t from totals[t * TOTALS] on: of rows p, p + a, p + b and p + c, and
- * `step` bytes on. A function of its own: within another there are too few registers, and an address that waits in one
- * of the vectors' waits for their arithmetic.
+ * `step` bytes on. Behind each `between`th row (0: none) lie `gap` bytes that are wanted soon, and read with them. A
+ * function of its own: within another there are too few registers, and an address that waits in one of the vectors' waits
+ * for their arithmetic.
  */
-INLINE void NAME(dot_fours)(int N, const char *p, int64_t a, int64_t b, int64_t c, int64_t step, int64_t num,
-                            const char *x, int64_t x_nbytes, int64_t width, float *totals) {
+INLINE void NAME(dot_fours)(int N, const char *p, int64_t a, int64_t b, int64_t c, int64_t step, int64_t num, int between,
+                            int64_t gap, const char *x, int64_t x_nbytes, int64_t width, float *totals) {
     const int64_t full = width / BLOCK * BLOCK * 2, rest = width % BLOCK;
     for (; num; num--, p += step, totals += 4) {
-        __m512 sums[4][MAX_TOKENS];
-        for (int k = 0; k < 4; k++)
-            for (int t = 0; t < N; t++) sums[k][t] = _mm512_setzero_ps();
+        __m512 all[4][MAX_TOKENS];
         const char *rows[4] = {p, p + a, p + b, p + c};
-        for (int64_t j = 0; j < full; j += 64)
-            for (int k = 0; k < 4; k++) {
-                NAME(fetch)(rows[k] + j + AHEAD, 1);
-                const __m512bh row = NAME(load_pairs)(rows[k] + j, BLOCK);
+        for (int k = 0; k < 4; k++) {
+            __m512 sums[4][MAX_TOKENS]; /* which do not wait for each other */
+            for (int i = 0; i < 4; i++)
+                for (int t = 0; t < N; t++) sums[i][t] = _mm512_setzero_ps();
+            int64_t j = 0;
+            for (; j + 256 <= full; j += 256)
+                for (int i = 0; i < 4; i++) {
+                    NAME(fetch)(rows[k] + j + i * 64 + NEAR, 1);
+                    const __m512bh row = NAME(load_pairs)(rows[k] + j + i * 64, BLOCK);
+                    for (int t = 0; t < N; t++)
+                        sums[i][t] = _mm512_dpbf16_ps(sums[i][t], row, NAME(load_pairs)(x + t * x_nbytes + j + i * 64, BLOCK));
+                }
+            for (; j < full + (rest > 0); j += 64) {
+                const __m512bh row = NAME(load_pairs)(rows[k] + j, j < full ? BLOCK : rest);
                 for (int t = 0; t < N; t++)
-                    sums[k][t] = _mm512_dpbf16_ps(sums[k][t], row, NAME(load_pairs)(x + t * x_nbytes + j, BLOCK));
+                    sums[0][t] = _mm512_dpbf16_ps(sums[0][t], row, NAME(load_pairs)(x + t * x_nbytes + j, BLOCK));
             }
-        if (rest)
-            for (int k = 0; k < 4; k++) {
-                const __m512bh row = NAME(load_pairs)(rows[k] + full, rest);
-                for (int t = 0; t < N; t++)
-                    sums[k][t] = _mm512_dpbf16_ps(sums[k][t], row, NAME(load_pairs)(x + t * x_nbytes + full, BLOCK));
-            }
+            for (int t = 0; t < N; t++)
+                all[k][t] = _mm512_add_ps(_mm512_add_ps(sums[0][t], sums[1][t]), _mm512_add_ps(sums[2][t], sums[3][t]));
+            if (between && k % between == between - 1) NAME(touch)(rows[k] + width * 2, gap);
+        }
         for (int t = 0; t < N; t++)
-            _mm_storeu_ps(totals + t * TOTALS, NAME(totals_of_pairs)(sums[0][t], sums[1][t], sums[2][t], sums[3][t]));
+            _mm_storeu_ps(totals + t * TOTALS, NAME(totals_of_pairs)(all[0][t], all[1][t], all[2][t], all[3][t]));
     }
 }
 
 #define FOURS(N)                                                                                                          \
     static __attribute__((noinline)) void NAME(dot_fours_##N)(const char *p, int64_t a, int64_t b, int64_t c, int64_t step, \
-                                                              int64_t num, const char *x, int64_t x_nbytes,               \
-                                                              int64_t width, float *totals) {                             \
-        NAME(dot_fours)(N, p, a, b, c, step, num, x, x_nbytes, width, totals);                                            \
+                                                              int64_t num, int between, int64_t gap, const char *x,       \
+                                                              int64_t x_nbytes, int64_t width, float *totals) {           \
+        NAME(dot_fours)(N, p, a, b, c, step, num, between, gap, x, x_nbytes, width, totals);                              \
     }
 FOURS(1)
 FOURS(2)
@@ -111,19 +118,22 @@ INLINE void NAME(put_totals)(const float *totals, int matrix, int mask, int num,
 /* dot_range for bfloat16, of all rows and in one call. Totals are rounded and stored ROWS_AT_ONCE at a time. */
 static void NAME(dot_pairs)(const dots *d, const task *one, int64_t first, int64_t end) {
     const int N = (int)one->num_tokens;
-    void (*const fours)(const char *, int64_t, int64_t, int64_t, int64_t, int64_t, const char *, int64_t, int64_t, float *) =
+    void (*const fours)(const char *, int64_t, int64_t, int64_t, int64_t, int64_t, int, int64_t, const char *, int64_t, int64_t,
+                        float *) =
         N == 1 ? NAME(dot_fours_1) : N == 2 ? NAME(dot_fours_2) : N == 3 ? NAME(dot_fours_3) : NAME(dot_fours_4);
     const int mask = d->num_matrices - 1;
     const int64_t row = d->row_nbytes, matrix = d->matrix_nbytes, x_nbytes = d->padded_width * (int64_t)sizeof(float);
     const char *x = (const char *)(d->x + one->x_row * d->padded_width);
+    const int64_t gap = d->row_nbytes - d->num_matrices * d->width * 2;
+    const int between = d->then != NULL && gap > 0 ? (int)d->num_matrices : 0;
     for (int64_t begin = first; begin < end; begin += ROWS_AT_ONCE) {
         const int64_t num = end - begin < ROWS_AT_ONCE ? end - begin : ROWS_AT_ONCE;
         const char *p = one->weights + (begin >> mask) * row;
         float totals[MAX_TOKENS * TOTALS + 2 * V];
-        if (mask) fours(p, matrix, row, row + matrix, 2 * row, num / 4, x, x_nbytes, d->width, totals);
-        else fours(p, row, 2 * row, 3 * row, 4 * row, num / 4, x, x_nbytes, d->width, totals);
+        if (mask) fours(p, matrix, row, row + matrix, 2 * row, num / 4, between, gap, x, x_nbytes, d->width, totals);
+        else fours(p, row, 2 * row, 3 * row, 4 * row, num / 4, between, gap, x, x_nbytes, d->width, totals);
         for (int64_t i = num / 4 * 4; i < num; i++) /* each four times */
-            fours(p + (i >> mask) * row + (i & mask) * matrix, 0, 0, 0, 0, 1, x, x_nbytes, d->width, totals + i);
+            fours(p + (i >> mask) * row + (i & mask) * matrix, 0, 0, 0, 0, 1, 0, 0, x, x_nbytes, d->width, totals + i);
         for (int t = 0; t < N; t++)
             for (int m = 0; m <= mask; m++) {
                 const int64_t neuron = begin >> mask, out_row = m * d->out_rows + one->out_row + t;
