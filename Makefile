@@ -52,14 +52,14 @@ ready: browser $(STAMP) $(WHEEL_STAMP) $(DIST_STAMP) $(TRITON_STAMP) $(PEERS_STA
 
 # The stamp is the last thing made, so a set-up that was interrupted starts over. PyTorch goes first and alone: as a
 # dependency of something else pip may choose a build of several gigabytes. Systems that ship Python without ensurepip
-# get their pip from the interpreter's own.
+# get their pip from the interpreter's own. Compiling all that is installed takes longer than what of it is imported.
 $(STAMP): pyproject.toml setup.py lab/pyproject.toml $(shell find src -name '*.[ch]')
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "expertly needs Python 3.10 or newer; this is " + sys.version.split()[0] + ": make PYTHON=...")'
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || \
 	    { $(PYTHON) -m venv --without-pip $(VENV_FLAGS) $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	@echo "Installing PyTorch, expertly and its development tools into $(VENV), compiling kernels: a few minutes."
-	$(if $(strip $(TORCH)),$(PIP) install --quiet $(PIP_FLAGS) "$(TORCH)")
-	$(PIP) install --quiet $(PIP_FLAGS) --editable '.[dev]' --editable ./lab
+	$(if $(strip $(TORCH)),$(PIP) install --quiet --no-compile $(PIP_FLAGS) "$(TORCH)")
+	$(PIP) install --quiet --no-compile $(PIP_FLAGS) --editable '.[dev]' --editable ./lab
 	@touch $@
 
 demo: $(STAMP)
