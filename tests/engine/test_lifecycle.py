@@ -168,7 +168,7 @@ def test_a_file_that_is_gone_leaves_no_other_open(copied: tuple[Case, Path]) -> 
     geometry = store.geometry()
     store.extents[geometry.num_layers - 1][0].unlink()
     with pytest.raises(StoreError, match="no such file"):
-        Readers(store.layer_file, geometry, lambda span: memoryview(b""))
+        Readers(store.layer_file, geometry, lambda layer: memoryview(b""))
     assert not open_files(folder)
 
 

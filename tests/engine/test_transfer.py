@@ -43,10 +43,9 @@ class Bench:
     def __init__(self, expert_nbytes: int, monkeypatch: pytest.MonkeyPatch, num_readers: int = 4) -> None:
         self.disk = Disk(Geometry((LayerGeometry(64, 1, 2048, expert_nbytes // 4096, 2, 1),) * 3))
         self.disk.put(monkeypatch)
-        self.slots = [bytearray(expert_nbytes) for _ in range(64)]
-        self.readers = Readers(
-            self.disk.layer_file, self.disk.geometry, lambda p: memoryview(self.slots[p.slot]), num_readers
-        )
+        memory = memoryview(bytearray(64 * expert_nbytes))
+        self.slots = [memory[slot * expert_nbytes : (slot + 1) * expert_nbytes] for slot in range(64)]
+        self.readers = Readers(self.disk.layer_file, self.disk.geometry, lambda layer: memory, num_readers)
 
     def wait(self, count: int) -> list[Span]:
         spans = sorted(self.readers.wait() for _ in range(count))
@@ -82,8 +81,11 @@ class OnDisk:
         path.write_bytes(b"".join(bytes([1 + expert]) * self.nbytes for expert in range(self.num_experts)))
         self.path = path
         self.memory = memoryview(mmap.mmap(-1, self.num_experts * self.nbytes))
+        self.open()
+
+    def open(self) -> None:
         geometry = Geometry((LayerGeometry(self.num_experts, 1, 2048, self.nbytes // 4096, 2, 1),))
-        self.readers = Readers(self.layer_file, geometry, self.slot)
+        self.readers = Readers(self.layer_file, geometry, lambda layer: self.memory)
 
     def layer_file(self, layer: int) -> LayerFile:
         return LayerFile(self.path, 0, None, range(self.num_experts))
@@ -111,7 +113,9 @@ def test_loads_and_prefetches_bypass_the_page_cache_where_they_can(on_disk: OnDi
             assert bytes(on_disk.slot(each)) == bytes([1 + each.expert]) * on_disk.nbytes
         assert on_disk.readers.poll() is None
     assert on_disk.readers.stats() == {"disk_nbytes": 18 * on_disk.nbytes, "buffered_nbytes": 0}
+    on_disk.readers.close()
     on_disk.memory = memoryview(mmap.mmap(-1, on_disk.num_experts * on_disk.nbytes + 64))[64:]
+    on_disk.open()
     on_disk.readers.submit([span(6)])
     assert on_disk.readers.wait() == span(6) and bytes(on_disk.slot(span(6))) == bytes([7]) * on_disk.nbytes
     assert on_disk.readers.stats()["buffered_nbytes"] == on_disk.nbytes, "a slot that lies as it may not"
@@ -181,9 +185,7 @@ def test_every_span_of_every_expert_has_its_bytes(segments: int, tmp_path: Path)
     def nbytes_of(span: Span) -> int:
         return span.num_segments * geometry.unit_nbytes[span.layer]
 
-    with contextlib.closing(
-        Readers(store.layer_file, geometry, lambda span: memoryview(slot)[: nbytes_of(span)])
-    ) as readers:
+    with contextlib.closing(Readers(store.layer_file, geometry, lambda layer: memoryview(slot))) as readers:
         for layer, expert in (
             (layer, expert) for layer, shape in enumerate(LAYERS) for expert in range(shape.num_experts)
         ):
@@ -345,7 +347,7 @@ def test_soak(expert_nbytes: int, make: MakeBench) -> None:
         del in_flight[span]
         if how == "arrived":
             assert bench.slots[span.slot] == bench.disk.content(span)
-            bench.slots[span.slot] = bytearray(expert_nbytes)
+            bench.slots[span.slot][:] = bytes(expert_nbytes)
         free.append(span.slot)
         counts[how] += 1
 

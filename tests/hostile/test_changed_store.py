@@ -170,18 +170,14 @@ def test_a_block_that_changes_unseen_is_found_within_64_reads_of_it(
 
     Preads(monkeypatch, pread)
 
-    def slot(span: Span) -> memoryview:
-        begin = (span.expert * segments + span.segment) * nbytes
-        return memory[begin : begin + span.num_segments * nbytes]
-
     longest = 0
     for num_before in (0, 1, 47, 63, 64, 200):
-        with closing(Readers(store.layer_file, geometry, slot)) as readers:
+        with closing(Readers(store.layer_file, geometry, lambda layer: memory)) as readers:
 
             def read(expert: int, readers: Readers = readers) -> bool:
                 """Whether the read had the expert's first segment."""
                 segment = dice.randrange(segments)
-                span = Span(0, expert, segment, dice.randint(1, segments - segment), 0)
+                span = Span(0, expert, segment, dice.randint(1, segments - segment), expert * segments + segment)
                 (readers.prefetch if is_prefetch else readers.submit)([span])
                 readers.wait()
                 return not span.segment

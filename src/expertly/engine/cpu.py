@@ -29,7 +29,7 @@ class CpuDevice:
         self.dtype = dtype
         self._pool = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype)
         self.rows = self._pool.rows
-        self._readers = readers = Readers(store.layer_file, geometry, self._pool.slot_bytes)
+        self._readers = readers = Readers(store.layer_file, geometry, self._pool.memory)
         self.submit, self.prefetch, self.cancel = readers.submit, readers.prefetch, readers.cancel
         self.poll, self.drain, self.stats = readers.poll, readers.drain, readers.stats
         self.wait, self.waits = readers.wait, readers.waits

@@ -393,7 +393,7 @@ class HostTier:
                 except OSError as error:
                     self.pinning = f"pageable; {error}"
             opened.callback(streams.synchronize)
-            self.readers = Readers(store.layer_file, geometry, self.pool.slot_bytes, arrived=streams.wake)
+            self.readers = Readers(store.layer_file, geometry, self.pool.memory, arrived=streams.wake)
             opened.callback(self.readers.close)
             self._opened = opened.pop_all()
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Span
 
 
 class HostPool:
@@ -25,7 +24,7 @@ class HostPool:
         sizes = [num * nbytes for num, nbytes in zip(slots_per_class, segment_nbytes, strict=True)]
         self.regions = [_mapped(max(size, mmap.PAGESIZE)) for size in sizes]
         """The memory as bytes, one region a size class."""
-        self._slots = [(self.regions[c].numpy().data, segment_nbytes[c]) for c in geometry.size_classes]
+        self._size_classes = geometry.size_classes
         flats = [region[:size] for region, size in zip(self.regions, sizes, strict=True)]
         self._rows = [layer_rows(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
 
@@ -35,14 +34,13 @@ class HostPool:
         """
         return self._rows[layer]
 
-    def slot_bytes(self, span: Span) -> memoryview:
-        """The bytes of a span's slots."""
-        memory, nbytes = self._slots[span.layer]
-        return memory[span.slot * nbytes : (span.slot + span.num_segments) * nbytes]
+    def memory(self, layer: int) -> memoryview:
+        """The same as bytes, for readers."""
+        return self.regions[self._size_classes[layer]].numpy().data
 
     def close(self) -> None:
         """Drop the memory. Idempotent."""
-        self.regions, self._slots, self._rows = [], [], []
+        self.regions, self._rows = [], []
 
 
 def _mapped(nbytes: int) -> torch.Tensor:

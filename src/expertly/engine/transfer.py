@@ -61,15 +61,15 @@ class Readers:
         self,
         layer_file: Callable[[int], LayerFile],
         geometry: Geometry,
-        buffer_of: Callable[[Span], memoryview],
+        memory_of: Callable[[int], memoryview],
         num_readers: int = NUM_READERS,
         arrived: Callable[[], None] | None = None,
     ) -> None:
-        """`buffer_of` gives the bytes of a span's slots. `arrived` is called, in a thread of its own, when there is
-        something for `poll`. Raises StoreError where a file cannot be opened, TransferError where threads cannot be
-        started.
+        """`memory_of` gives a layer's slots, side by side, as bytes, which stay while there are Readers. `arrived` is
+        called, in a thread of its own, when there is something for `poll`. Raises StoreError where a file cannot be
+        opened, TransferError where threads cannot be started.
         """
-        self._call, self._buffer_of, self._segment_nbytes = library(), buffer_of, geometry.unit_nbytes
+        self._call, self._segment_nbytes = library(), geometry.unit_nbytes
         self._files = [layer_file(layer) for layer in range(geometry.num_layers)]
         self._tag = 0  # the last
         self._spans: dict[int, Span] = {}  # in flight, by tag
@@ -88,6 +88,8 @@ class Readers:
                 layers.extend((*(each.fileno() for each in twice), file.begin, shape.expert_nbytes, block_nbytes))
                 layers.extend((min(file.check_every, 256), sums.ctypes.data, left.ctypes.data, *4 * (0,)))
                 self._kept += [sums, left]
+            memories = map(memory_of, range(geometry.num_layers))
+            self._slots = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
             self._kept.append(layers)
             addresses = layers.buffer_info()[0], geometry.num_layers, self._totals.buffer_info()[0]
             self._team = self._call.readers_open(num_readers, *addresses, None)
@@ -115,10 +117,9 @@ class Readers:
         requests = []  # as `request_t`
         for span in spans:
             self._tag += 1
-            buffer, first = self._buffer_of(span), span.segment * self._segment_nbytes[span.layer]
-            place = self._files[span.layer].places[span.expert]
-            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-            requests.append((self._tag, span.layer, place, first, len(buffer), address))
+            place, nbytes = self._files[span.layer].places[span.expert], self._segment_nbytes[span.layer]
+            first, address = span.segment * nbytes, self._slots[span.layer] + span.slot * nbytes
+            requests.append((self._tag, span.layer, place, first, span.num_segments * nbytes, address))
             self._spans[self._tag] = span
         numbers = array("q", chain.from_iterable(requests))
         if self._call.readers_submit(self._team, numbers.buffer_info()[0], len(requests), is_prefetch):

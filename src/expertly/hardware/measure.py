@@ -90,7 +90,7 @@ def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> Di
         Readers(
             lambda layer: LayerFile(path, 0, None, range(num_places)),
             geometry,
-            lambda span: memory[span.slot * read_nbytes : (span.slot + 1) * read_nbytes],
+            lambda layer: memory,
             depth,
         )
     ) as readers:

@@ -48,8 +48,13 @@ _IN_FLIGHT_NBYTES = 4 << 20
 _NEAR_PAGES = 1
 """Rows with no more between them are one read."""
 
-_PAGE = Geometry((LayerGeometry(1, 1, PAGE_NBYTES // 2, 1, 2, 1),))
-"""To readers the file is one layer, whose "experts" are its pages."""
+_BYTES = Geometry((LayerGeometry(1, 1, 1, 1, 2, 1, "bytes", 1, 1),))
+"""To readers the file is one layer, whose "experts" and slots are single bytes."""
+
+
+def _up(nbytes: int) -> int:
+    """To whole pages."""
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 # -- which they are ----------------------------------------------------------------------------------------------------
@@ -276,8 +281,8 @@ class Tables:
 
     def _open(self) -> None:
         self._about = self._path.stat()
-        file = LayerFile(self._path, 0, None, range(-(-self._about.st_size // PAGE_NBYTES)))
-        self._readers = self._new_readers(lambda layer: file, _PAGE, self._buffer_of)
+        file = LayerFile(self._path, 0, None, range(self._about.st_size))
+        self._readers = self._new_readers(lambda layer: file, _BYTES, lambda layer: self._buffer)
 
     def close(self) -> None:
         """End the threads and close the file. Idempotent."""
@@ -348,8 +353,9 @@ class Tables:
 
     def _read_ahead(self, number: int, units: list[int]) -> None:
         """Begin to read as many of them as there is room for."""
-        first = max((span.slot + span.num_segments for span, _ in self._ahead.values()), default=self._num_slots)
-        room = (2 * self._num_slots - first) // self._pages[number]
+        ends = (_up(span.slot + span.num_segments) for span, _ in self._ahead.values())
+        first = max(ends, default=len(self._buffer) // 2)
+        room = (len(self._buffer) - first) // (self._pages[number] * PAGE_NBYTES)
         absent = [unit for unit in units if (number, unit) not in self._kept][:room]
         places = self._places(number, absent, first)
         self._ahead.update({(number, unit): place for unit, place in places.items()})
@@ -379,14 +385,15 @@ class Tables:
         spans, places = list[Span](), list[tuple[int, int]]()
         begins = self._tables[number].begins(units)
         for begin in begins:
-            first, end = begin // PAGE_NBYTES, -(-(begin + self._unit_nbytes[number]) // PAGE_NBYTES)
+            first = begin // PAGE_NBYTES * PAGE_NBYTES
+            end = min(_up(begin + self._unit_nbytes[number]), self._about.st_size)
             last = spans[-1] if spans else None
-            if last is not None and 0 <= first - last.expert <= last.num_segments + _NEAR_PAGES:
+            if last is not None and 0 <= first - last.expert <= last.num_segments + _NEAR_PAGES * PAGE_NBYTES:
                 spans[-1] = last._replace(num_segments=end - last.expert)
             else:
                 spans.append(Span(0, first, 0, end - first, slot))
             slot = spans[-1].slot + spans[-1].num_segments
-            places.append((len(spans) - 1, (slot - end) * PAGE_NBYTES + begin))
+            places.append((len(spans) - 1, slot - end + begin))
         return {unit: (spans[at], offset) for unit, (at, offset) in zip(units, places, strict=True)}
 
     def _begin(self, spans: set[Span]) -> None:
@@ -427,10 +434,6 @@ class Tables:
                 before.close()
                 return True
         return False
-
-    def _buffer_of(self, span: Span) -> memoryview:
-        nbytes = min(span.num_segments * PAGE_NBYTES, self._about.st_size - span.expert * PAGE_NBYTES)
-        return self._buffer[span.slot * PAGE_NBYTES :][:nbytes]
 
     def _keep(self, key: tuple[int, int], unit: np.ndarray[Any, Any]) -> None:
         if unit.nbytes <= self._cache_nbytes:
