@@ -135,7 +135,7 @@ def test_experts_that_come_in_segments_are_computed_whole_except_resident_tops(
     control = scheduler(geometry(layers=1, segments=4), 1 / 2, f"{system}:prediction=lookahead")
     transport, computed = InOrder(), list[Span]()
     half = control.cache.units(1)[:2]
-    control.cache.keep(half)
+    control.cache.keep([half])
     (top,) = control.cache.allocate(half, PREFETCHING)
     assert control.loaded(top) is None
     control.predict(prediction(0, [1, 2]))

@@ -410,7 +410,7 @@ class HostTier:
         if missing:
             if not self._make_room(transfer.span.layer, len(missing), {eid, *spared}, is_prefetch):
                 return None
-            cache.keep(missing)
+            cache.keep([missing])
         cache.partitions[transfer.span.layer].policy.used([eid], [1], 1)
         reads = cache.allocate(missing, LOADING) if missing else []
         transfer.num_reads = len(reads)
@@ -428,7 +428,7 @@ class HostTier:
         cancelled = []
         for span in self.readers.cancel(layer):
             cancelled.append(self.loading.pop(span))
-            self._cache.forget(self._cache.units_of(span))
+            self._cache.release(self._cache.units_of(span))
         return cancelled
 
     def arrived(self, span: Span) -> Transfer:
@@ -448,7 +448,7 @@ class HostTier:
         """Nothing is read or copied any more; what had not arrived is absent again."""
         self.readers.drain()
         for span in self.loading:
-            self._cache.forget(self._cache.units_of(span))
+            self._cache.release(self._cache.units_of(span))
         self.loading.clear()
         self._streams.synchronize()
         self._copied.clear()

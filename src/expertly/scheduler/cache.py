@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Iterable, Sequence
+from itertools import islice
 from operator import gt
 
 from expertly.core.errors import ConfigError
@@ -134,14 +135,16 @@ class Cache:
         kept = self.kept[first:stop]
         return range(first, stop) if False not in kept else [unit for unit in range(first, stop) if self.kept[unit]]
 
-    def lacking(self, eid: int) -> Sequence[int]:
-        """Units of the expert's top that are not kept."""
-        first = eid * self.num_parts
-        stop = first + self.partitions[self.geometry.layer_of[eid]].top
-        kept = self.kept[first:stop]
-        if True not in kept:
-            return range(first, stop)
-        return [unit for unit in range(first, stop) if not self.kept[unit]] if False in kept else ()
+    def lacking(self, layer: int, eids: Iterable[int]) -> list[Sequence[int]]:
+        """Of each of these experts of a layer, the units of its top that are not kept."""
+        num_parts, top, every = self.num_parts, self.partitions[layer].top, list[Sequence[int]]()
+        for first in map(num_parts.__mul__, eids):
+            kept = self.kept[first : first + top]
+            units = range(first, first + top)
+            if True in kept:
+                units = () if False not in kept else [unit for unit in units if not self.kept[unit]]
+            every.append(units)
+        return every
 
     def num_resident(self, eid: int) -> int:
         first = eid * self.num_parts
@@ -237,10 +240,22 @@ class Cache:
             del self.prefetching[unit]
         return self.spans(units)
 
-    def release(self, units: Sequence[int]) -> None:
-        """Free the slots of units of one expert, which are not kept: they are absent now."""
+    def release(self, units: Sequence[int], *, is_staged: bool = False) -> None:
+        """Keep units of one expert no more, and free their slots: they are absent now, or will not come. `is_staged`:
+        the running layer needs them, and they stay till they are computed.
+        """
         eid = units[0] // self.num_parts
-        pool, span = self.partitions[self.geometry.layer_of[eid]].pool, self.whole[eid]
+        partition, num_kept = self.partitions[self.geometry.layer_of[eid]], sum(map(self.kept.__getitem__, units))
+        if num_kept:
+            partition.room += num_kept
+            partition.pool.num_kept -= num_kept
+            for unit in units:
+                self.kept[unit] = False
+            if True not in self.kept[eid * self.num_parts : (eid + 1) * self.num_parts]:
+                partition.policy.removed(eid)
+        if is_staged:
+            return
+        pool, span = partition.pool, self.whole[eid]
         if span is not None and len(units) == pool.block_size and not span.slot % pool.block_size:  # nearly always
             pool.blocks.append(span.slot)
             pool.num_free += pool.block_size
@@ -256,52 +271,30 @@ class Cache:
         if staged := [unit for unit in units if self.slot[unit] >= 0 and not self.kept[unit]]:
             self.release(staged)
 
-    def forget(self, units: Sequence[int]) -> None:
-        """Units of one expert that are on their way will not come: free their slots, and do not keep them."""
-        self.drop([unit for unit in units if self.kept[unit]])
-        self.release(units)
-
     # -- keeping and evicting ----------------------------------------------------------------------------------
 
-    def keep(self, units: Sequence[int]) -> None:
-        """Keep units of one expert that are not, of which some may be staged; the partition has room. No units: does
-        nothing.
-        """
-        if not units:
-            return
+    def keep(self, experts: Iterable[Sequence[int]]) -> None:
+        """Keep units of each of some experts that are not, of which some may be staged; the partition has room."""
         geometry, num_parts = self.geometry, self.num_parts
-        eid = units[0] // num_parts
-        partition = self.partitions[geometry.layer_of[eid]]
-        partition.room -= len(units)
-        assert partition.room >= 0, "a partition never exceeds its capacity"
-        partition.pool.num_kept += len(units)
-        is_new = True not in self.kept[eid * num_parts : (eid + 1) * num_parts]
-        for unit in units:
-            self.kept[unit] = True
-        if is_new:
-            partition.policy.admitted(eid)
-
-    def drop(self, units: Sequence[int]) -> None:
-        """Keep units of one expert no more; they are staged, until they are released. No units: does nothing."""
-        if not units:
-            return
-        geometry, num_parts = self.geometry, self.num_parts
-        eid = units[0] // num_parts
-        partition = self.partitions[geometry.layer_of[eid]]
-        partition.room += len(units)
-        partition.pool.num_kept -= len(units)
-        for unit in units:
-            self.kept[unit] = False
-        if True not in self.kept[eid * num_parts : (eid + 1) * num_parts]:
-            partition.policy.removed(eid)
+        for units in filter(None, experts):
+            eid = units[0] // num_parts
+            partition = self.partitions[geometry.layer_of[eid]]
+            partition.room -= len(units)
+            assert partition.room >= 0, "a partition never exceeds its capacity"
+            partition.pool.num_kept += len(units)
+            is_new = True not in self.kept[eid * num_parts : (eid + 1) * num_parts]
+            for unit in units:
+                self.kept[unit] = True
+            if is_new:
+                partition.policy.admitted(eid)
 
     def make_room(self, layer: int, num_units: int, protected: Container[int]) -> int:
         """Evict so that so many units fit, or nothing if they cannot. Returns the room that there is then."""
         partition = self.partitions[layer]
         if partition.room < num_units <= partition.capacity:
             victims, lacking = self._victims(layer, num_units - partition.room, protected)
-            for units in victims if not lacking else ():
-                self.evict(units)
+            if not lacking:
+                self.evict(victims)
         return partition.room
 
     def room_of_prompts(self, layer: int) -> int:
@@ -311,17 +304,16 @@ class Cache:
         units = slice(self.units(first).start, self.units(first + geometry.layers[layer].num_experts).start)
         return max(0, min(self.partitions[layer].room, self.quotas[layer] - self.kept[units].count(True)))
 
-    def evict(self, units: Sequence[int], *, is_staged: bool = False) -> None:
-        """Keep units of one expert no more; those that the running layer needs are staged now. Counts the bytes of the
-        layer that lost them, in the phase of the layer that needed the room.
+    def evict(self, victims: Iterable[Sequence[int]], *, is_staged: bool = False) -> None:
+        """Release kept units of each of some experts. Counts the bytes of the layers that lost them, in the phase of
+        the layer that needed the room.
         """
-        layer = self.geometry.layer_of[units[0] // self.num_parts]
-        self.drop(units)
-        if not is_staged:
-            self.release(units)
-        counters = self.counters[layer]
-        phase = counters.decode if self.is_decoding else counters.prefill
-        phase.evicted_nbytes += len(units) * self.geometry.unit_nbytes[layer]
+        for units in filter(None, victims):
+            layer = self.geometry.layer_of[units[0] // self.num_parts]
+            self.release(units, is_staged=is_staged)
+            counters = self.counters[layer]
+            phase = counters.decode if self.is_decoding else counters.prefill
+            phase.evicted_nbytes += len(units) * self.geometry.unit_nbytes[layer]
 
     def _victims(self, layer: int, num_units: int, protected: Container[int]) -> tuple[list[Sequence[int]], int]:
         """For each victim outside `protected` the units that go, and how many units are then still lacking. Unless
@@ -346,20 +338,17 @@ class Cache:
         partition, pool, policy = self.partitions[layer], self.partitions[layer].pool, self.partitions[layer].policy
         assert isinstance(policy, ScoredPolicy), "admission `best` compares scores"
         policy.needed(needed, router)
-        new = dict(zip(needed, map(self.lacking, needed), strict=True))
+        new = dict(zip(needed, self.lacking(layer, needed), strict=True))
         excess = sum(map(len, new.values())) - partition.room
         if excess > 0:
-            victims = policy.scored_victims({*needed, *upcoming})
-            other = next(victims, None)
+            victims = list(islice(policy.scored_victims({*needed, *upcoming}), excess))[::-1]
             rivals = sorted(zip(policy.scores(needed), needed, strict=True), reverse=True)
             can_stage = max(0, pool.staging - (pool.num_slots - pool.num_free - pool.num_kept))
-            to_stage: list[Sequence[int]] = []
-            while excess and (rivals or other):
-                if other and (not rivals or other <= rivals[-1]):
-                    units = self.kept_of(other[1])[-excess:]
-                    excess -= len(units)
-                    self.evict(units)
-                    other = next(victims, None)
+            to_go, to_stage = list[Sequence[int]](), list[Sequence[int]]()
+            while excess and (rivals or victims):
+                if victims and (not rivals or victims[-1] <= rivals[-1]):
+                    to_go.append(self.kept_of(victims.pop()[1])[-excess:])
+                    excess -= len(to_go[-1])
                     continue
                 eid = rivals.pop()[1]
                 kept = self.kept_of(eid)
@@ -368,10 +357,10 @@ class Cache:
                 new[eid] = [unit for unit in new[eid] if unit not in losing]
                 to_stage.append(list(filter(losing.__contains__, kept)))
                 can_stage -= len(to_stage[-1])
-            for units in filter(None, to_stage):
-                self.evict(units, is_staged=True)
-        for units in filter(None, new.values()):
-            self.keep(units)
+            self.evict(to_go)
+            if to_stage:
+                self.evict(to_stage, is_staged=True)
+        self.keep(new.values())
 
     # -- quotas ------------------------------------------------------------------------------------------------
 
@@ -407,8 +396,7 @@ class Cache:
             if target < self.quotas[layer]:
                 less = self.quotas[layer] - target
                 victims, lacking = self._victims(layer, less - partition.room, protected)
-                for units in victims:
-                    self.evict(units)
+                self.evict(victims)
                 self._change_quota(layer, lacking - less)
         sums = self.geometry.class_sums(self.quotas)
         room = []
@@ -439,7 +427,7 @@ class Cache:
             if units and eid in protected:
                 is_cut = False
             elif units:
-                self.evict(units)
+                self.evict([units])
         return is_cut
 
     def _find_staging(self) -> None:

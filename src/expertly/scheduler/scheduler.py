@@ -196,7 +196,7 @@ class Scheduler:
             if state == QUEUED:
                 cache.state[unit] = ABSENT
             elif state in (LOADING, PREFETCHING):
-                cache.forget([unit])
+                cache.release([unit])
             elif state == RESIDENT:
                 cache.free_staged([unit])
         self.queue.clear()
@@ -245,21 +245,19 @@ class Scheduler:
         if False in router.is_decode or 0 in router.num_tokens:
             evicting, filling = self._evicting_and_filling(router, missing)
         if evicting:
-            lacking = [cache.lacking(needed[i]) for i in evicting]
-            protected = self._protected()
+            lacking = cache.lacking(layer, map(needed.__getitem__, evicting))
+            protected, num_units = self._protected(), sum(map(len, lacking))
             # Room for all at once is cheaper, and evicts the same experts.
-            room = cache.make_room(layer, sum(map(len, lacking)), protected)
+            if cache.make_room(layer, num_units, protected) >= num_units:
+                cache.keep(lacking)
+                lacking = []
             for units in lacking:
-                if room < len(units):
-                    room = cache.make_room(layer, len(units), protected)
-                cache.keep(units[:room])
-                room -= len(units[:room])
+                cache.keep([units[: cache.make_room(layer, len(units), protected)]])
         if filling:
             room = cache.room_of_prompts(layer)
-            for i in filling:
-                units = cache.lacking(needed[i])[:room]
-                cache.keep(units)
-                room -= len(units)
+            for units in cache.lacking(layer, map(needed.__getitem__, filling)):
+                cache.keep([units[:room]])
+                room -= len(units[:room])
         return evicting + filling
 
     def _evicting_and_filling(self, router: RouterRan, missing: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -373,7 +371,7 @@ class Scheduler:
             return False
         if short and (not queue.evicts or cache.make_room(layer, len(top), protected) < len(top)):
             return False
-        cache.keep(top)
+        cache.keep([top])
         return True
 
     def _stays(self, eid: int, forecast: Forecast) -> None:
@@ -406,7 +404,7 @@ class Scheduler:
             units = cache.units_of(span)
             queue.cancelled(layer, units[0] // cache.num_parts, units)
             self._count_prefetch(layer, cache.prefetching[units[0]], -len(units))
-            cache.forget(units)
+            cache.release(units)
         phase = self.counters[layer].phase(cache.is_decoding)
         for eid in queue.router_ran(router, phase, cache.is_resident):
             if eid not in self.needed:  # units still in flight are freed as they arrive
@@ -431,7 +429,7 @@ class Scheduler:
     def preload(self, layer: int, expert: int) -> list[Span]:
         """Keep a whole expert before anything runs; returns the spans to load. For systems that keep everything."""
         units = self.cache.units(self.geometry.expert_id(layer, expert))
-        self.cache.keep(units)
+        self.cache.keep([units])
         self.num_coming += len(units)
         return self.cache.allocate(units, LOADING)
 
@@ -454,7 +452,7 @@ class Scheduler:
             pool = cache.partitions[layer].pool
             units = list(filter(cache.is_top, cache.in_state(eid, ABSENT)))
             if 0 < len(units) <= min(pool.num_free, cache.partitions[layer].room):
-                cache.keep(units)
+                cache.keep([units])
                 return self._prefetch(units)
         return []
 

@@ -72,8 +72,8 @@ def run_by_id(
         loads: list[Span] = []
         if absent:
             counters.phase(router.is_decode[position]).loaded_nbytes += len(absent) * geometry.unit_nbytes[layer]
-            lacking = cache.lacking(eid)
-            cache.keep(lacking[: cache.make_room(layer, len(lacking), {eid})])
+            (lacking,) = cache.lacking(layer, [eid])
+            cache.keep([lacking[: cache.make_room(layer, len(lacking), {eid})]])
             if kept := [unit for unit in absent if cache.kept[unit]]:
                 loads += cache.allocate(kept, LOADING)
                 absent = [unit for unit in absent if unit not in kept]
