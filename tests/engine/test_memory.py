@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from expertly.core import resources
 from expertly.core.errors import BudgetError, ConfigError
-from expertly.core.resources import parse_memory
-from expertly.engine import memory
-from expertly.engine.memory import (
-    WORKING_NBYTES,
-    BesideExperts,
-    RoomBeside,
-    available_host_nbytes,
-    kv_cache_nbytes,
-    pass_nbytes,
-)
+from expertly.core.resources import available_host_nbytes, parse_memory
+from expertly.engine.memory import WORKING_NBYTES, BesideExperts, RoomBeside, kv_cache_nbytes, pass_nbytes
 
 GIB = 1 << 30
 
@@ -62,7 +55,7 @@ def test_a_pass_that_does_not_fit_is_refused_with_the_numbers() -> None:
 
 def test_a_cgroups_page_cache_can_be_had_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """(limit, usage, of which page cache) of each above us: the tightest counts."""
-    monkeypatch.setattr(memory, "_cgroup_limits", lambda: [(10 << 20, 9 << 20, 4 << 20), (90 << 20, 9 << 20, 0)])
+    monkeypatch.setattr(resources, "_cgroup_limits", lambda: [(10 << 20, 9 << 20, 4 << 20), (90 << 20, 9 << 20, 0)])
     assert available_host_nbytes() == 5 << 20
 
 

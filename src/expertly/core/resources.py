@@ -1,4 +1,4 @@
-"""Memory as users state it, and the processors of a process and how they are divided."""
+"""Memory as users state it, and the memory and processors that this process may have."""
 
 from __future__ import annotations
 
@@ -45,6 +45,46 @@ def parse_size(size: str | int, whole_nbytes: int, field: str, whole: str) -> in
     if nbytes is None:
         raise ConfigError(f'{field}={size!r:.80}: accepted: an amount ("20GiB"), or a share ("25%") of {whole}')
     return nbytes
+
+
+def available_host_nbytes() -> int:
+    """Host memory this process may still take: the system's free memory, within all limits of its cgroups."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")  # without what the page cache could give
+    with contextlib.suppress(OSError):  # no /proc
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        free = next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), free)
+    for limit, usage, cache in _cgroup_limits():
+        free = min(free, limit - usage + cache)
+    return max(0, free)
+
+
+def _cgroup_limits() -> list[tuple[int, int, int]]:
+    """(limit, usage, droppable page cache) in bytes of each memory cgroup we are in, version 1 and 2."""
+    limits = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        for level in (folder, *folder.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file; "max": no limit
+                limit, usage = (int((level / name).read_text()) for name in names)
+                inactive = 0
+                with contextlib.suppress(OSError, ValueError):  # a limit counts all the same
+                    stat = dict(line.split()[:2] for line in (level / "memory.stat").read_text().splitlines())
+                    inactive = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                limits.append((limit, usage, inactive))
+            if level == root:
+                break
+    return limits
 
 
 def allowed_cpus() -> int:

@@ -10,8 +10,8 @@ import torch
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
+from expertly.core.resources import available_host_nbytes
 from expertly.engine.device import Device, DeviceKind
-from expertly.engine.memory import available_host_nbytes
 from expertly.engine.slots import HostPool
 from expertly.engine.transfer import Readers
 from expertly.scheduler.budget import class_segment_nbytes

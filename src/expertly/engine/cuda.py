@@ -19,10 +19,10 @@ import torch
 from expertly.core.errors import BudgetError, ConfigError, ModelUseError, TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.core.resources import parse_memory
+from expertly.core.resources import available_host_nbytes, parse_memory
 from expertly.core.units import format_nbytes
 from expertly.engine.device import Device, DeviceKind
-from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
+from expertly.engine.memory import WORKING_NBYTES
 from expertly.engine.slots import HostPool, layer_rows
 from expertly.engine.transfer import Readers
 from expertly.policies.allocation import uniform_quotas

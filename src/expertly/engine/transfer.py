@@ -97,9 +97,7 @@ class Readers:
                 raise TransferError("the threads that read experts cannot be started")
             opened.callback(self._end)
             if arrived is not None:
-                self._teller = threading.Thread(
-                    target=self._tell, args=(arrived,), name="expertly-arrivals", daemon=True
-                )
+                self._teller = threading.Thread(None, self._tell, "expertly-arrivals", (arrived,), daemon=True)
                 self._teller.start()
             self._opened = opened.pop_all()
 
@@ -182,10 +180,8 @@ class Readers:
             seen = num
             arrived()
 
-    def _explained(
-        self, span: Span, error: int, offset: int, nbytes: int, is_changed: int, checksum: int, expected: int
-    ) -> str:
-        """What a read met."""
+    def _explained(self, span: Span, error: int, *met: int) -> str:
+        offset, nbytes, is_changed, checksum, expected = met
         file, segment_nbytes = self._files[span.layer], self._segment_nbytes[span.layer]
         if error == _CHANGED and offset == nbytes:
             problem = "it has no checksums, or they are not compared: load the model again"

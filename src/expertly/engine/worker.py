@@ -14,10 +14,9 @@ import torch
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.placement import Share
-from expertly.core.resources import granted_cpus, parse_memory
+from expertly.core.resources import available_host_nbytes, granted_cpus, parse_memory
 from expertly.engine import process, wire
 from expertly.engine.cpu import CpuDevice
-from expertly.engine.memory import available_host_nbytes
 from expertly.engine.pair import Address, Pair
 from expertly.engine.shard import Shard
 from expertly.engine.stats import of_device

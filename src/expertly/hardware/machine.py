@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from expertly.core.errors import ConfigError
-from expertly.core.resources import NUM_READERS, allowed_cpus, cpu_name
+from expertly.core.resources import NUM_READERS, allowed_cpus, available_host_nbytes, cpu_name
 from expertly.core.units import format_nbytes
-from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
+from expertly.engine.memory import WORKING_NBYTES
 from expertly.engine.process import keep_off_trapped_instructions
 from expertly.hardware import measure, neighbours
 from expertly.hardware.profile import DeviceProfile, DiskProfile, MachineProfile
