@@ -3,9 +3,9 @@
     python bench/walk.py [--tokens 24] [--calls]
 
 Counts calls of functions of the package (not transformers', torch's or C) on the thread that runs the model. `calls`:
-of a token over its layers; `files`: of a token; medians. `of_two_loads`: of a layer that loads two experts, from where
-it is decided to where the next one is; the fewest: on a busy machine experts arrive one by one, with a call or two more
-for each. Bounds in tests/test_walk.py.
+of a token over its layers; `files`: of a token, and `of_each_layer` those of them that every layer calls; medians.
+`of_two_loads`: of a layer that loads two experts, from where it is decided to where the next one is; the fewest: on a
+busy machine experts arrive one by one, with a few calls more for each. Bounds in tests/test_walk.py.
 """
 
 from __future__ import annotations
@@ -81,6 +81,9 @@ def run(system: str, memory: str, num_tokens: int, *, told: bool) -> dict[str, A
         "system": system,
         "memory": memory,
         "files": statistics.median(len({file for file, _ in token}) for token in walk.tokens),
+        "files_of_each_layer": statistics.median(
+            len({file for (file, _), count in token.items() if count >= num_layers}) for token in walk.tokens
+        ),
         "calls": statistics.median(token.total() / num_layers for token in walk.tokens),
         "misses_a_layer": (phase["misses"] + phase["partial_hits"]) / (phase["iterations"] or 1) / num_layers,
         **_of_two_loads(walk.layers),

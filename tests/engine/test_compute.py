@@ -14,8 +14,9 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.observation import IterationInfo
-from expertly.engine import compute, runtime
+from expertly.engine import compute
 from expertly.model.hooks import experts_modules
+from expertly.native import kernels as native_kernels
 from expertly.native import widened
 from expertly.native.kernels import VARIABLE, Kernels, choose_kernels
 from tests.engine.conftest import Cases
@@ -179,7 +180,7 @@ def test_experts_of_a_prompt_are_computed_together(cases: Cases, monkeypatch: py
     calls: list[tuple[int, int]] = []
 
     def noted(*args: Any, experts: Any = Kernels.experts, **more: Any) -> None:
-        calls.append((len(args[2]) // 3, len(args[3])))
+        calls.append((len(args[3]), sum(len(rows) for _, rows, _ in args[3])))
         experts(*args, **more)
 
     monkeypatch.setattr(Kernels, "experts", noted)
@@ -201,7 +202,7 @@ def test_a_large_prefill_is_combined_in_cuts(cases: Cases, monkeypatch: pytest.M
     call = random_call(50)
     with loaded(cases["qwen3_moe"].store) as model:
         whole = run(model, call)
-        monkeypatch.setattr(runtime, "_COMBINE_NBYTES", 3 * 32 * 4 * 7)
+        monkeypatch.setattr(native_kernels, "_COMBINE_NBYTES", 3 * 32 * 4 * 7)
         assert torch.equal(run(model, call), whole)
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import silu
 
+from expertly.core.messages import Span
 from expertly.native.activations import recognise
-from expertly.native.kernels import NO_DOWN, ExpertProducts, Kernels
+from expertly.native.kernels import NO_DOWN, ExpertProducts, Kernels, Work
 
 EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
 """Half of a unit of a rounded number; in float32, where silu is approximated, four."""
@@ -40,9 +41,12 @@ class Experts:
             row for n, row in zip(num_tokens, (range(len(x)), range(len(x))[::-1]), strict=False) for row in row[:n]
         ]
         out = torch.ones(len(rows) + 1, x.shape[1]) if adds else x.new_full((len(rows) + 1, x.shape[1]), torch.nan)
-        tasks = [number for e, n in enumerate(num_tokens) for number in (self.addresses[e], n, e)]
-        places = range(1, len(rows) + 1)
-        kernels.experts(self.products, tasks, rows, places, x, out, len(self.weights[0]), self.begin, adds=adds)
+        works: list[Work] = []
+        for e, n in enumerate(num_tokens):
+            first = sum(num_tokens[:e])
+            span = Span(0, e, self.begin, len(self.weights[0]), self.addresses[e])  # of slots of one neuron
+            works.append((span, rows[first : first + n], range(first + 1, first + n + 1)))
+        kernels.experts(self.products, (0, 1, 1), works, x, out, adds=adds)
         assert bool((out[0] == 1).all() if adds else out[0].isnan().all()), "what is not theirs is left alone"
         return list(out[1:].split(list(num_tokens)))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from expertly.core.messages import Span
 from expertly.native.activations import recognise
 from expertly.native.kernels import NO_DOWN, ExpertProducts, Kernels, Library, libraries
 
@@ -85,7 +86,8 @@ def test_in_float32_curves_are_torchs_but_for_a_few_bits(name: str, library: Lib
     x[0, 0] = 1
     row_nbytes, matrix_nbytes = rows[0].nbytes, rows[0, 0].nbytes
     products = ExpertProducts((NO_DOWN,) * 3, (len(inner), len(gate)), row_nbytes, matrix_nbytes, activation, (), None)
-    Kernels(library, "").experts(products, (rows.data_ptr(), 1, 0), (0,), (0,), x, out, len(rows), 0, adds=False)
+    slots = rows.data_ptr(), rows.nbytes, len(rows)
+    Kernels(library, "").experts(products, slots, [(Span(0, 0, 0, 1, 0), (0,), (0,))], x, out)
     expected = activate(*(values[None] for values in inner))
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 

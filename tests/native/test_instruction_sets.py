@@ -57,9 +57,8 @@ def router(kernels: Kernels, draw: Draw, num_tokens: int, width: int) -> torch.T
 
 
 def combine(kernels: Kernels, draw: Draw, num_tokens: int, width: int) -> torch.Tensor:
-    made = kernels.combine(draw(4 * num_tokens, width), draw(num_tokens, 4))
-    assert made is not None
-    return made
+    rows = draw(4 * num_tokens, width)
+    return kernels.combine(rows, draw(num_tokens, 4), rows.dtype)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16])

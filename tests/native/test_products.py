@@ -110,7 +110,7 @@ def test_outputs_are_weighed_as_torch_does(kernels: Kernels) -> None:
                 rows, weights = torch.randn(num_tokens * top_k, width).to(dtype), torch.rand(num_tokens, top_k)
                 weights = weights.to(weights_dtype)
                 expected = (rows.view(num_tokens, top_k, width) * weights[..., None]).sum(dim=1).to(dtype)
-                assert torch.equal(kernels.combine(rows, weights), expected)
+                assert torch.equal(kernels.combine(rows, weights, dtype), expected)
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(4, 4), (8, 2), (16, 1), (33, 5), (64, 6), (128, 8), (512, 10)])

@@ -244,9 +244,9 @@ def test_outputs_are_weighed_as_torch_does() -> None:
                 rows = torch.randn(num_tokens * top_k, width).to(dtype)
                 weights = torch.rand(num_tokens, top_k).to(weights_dtype)
                 weights[: num_tokens // 2] = 0.5 + 2**-8
-                found = kernels.combine(rows, weights)
+                found = kernels.combine(rows, weights, dtype)
                 expected = (rows.view(num_tokens, top_k, width) * weights[..., None]).sum(dim=1).to(dtype)
-                assert found is not None and found.dtype == dtype
+                assert found.dtype == dtype
                 if dtype == torch.float32:
                     torch.testing.assert_close(found, expected)
                 else:
@@ -267,7 +267,8 @@ def test_what_is_not_theirs_is_torchs() -> None:
     layer = layer_of(torch.float32, gated).products
     x = torch.zeros(MAX_TOKENS + 1, 72)
     assert layer.begin(x, torch.zeros(MAX_TOKENS + 1, 72)) is None
-    assert kernels.combine(x, torch.zeros(MAX_TOKENS + 1, 1)) is None
+    weights = torch.rand(MAX_TOKENS + 1, 1)
+    assert torch.equal(kernels.combine(torch.ones_like(x), weights, x.dtype), weights.expand(-1, 72))
 
 
 # -- models on a simulated accelerator ---------------------------------------------------------------------------------
@@ -361,6 +362,6 @@ def test_every_kernel_compiles(form: str, capability: int, monkeypatch: pytest.M
         for n in (1, 2):
             x, out = torch.zeros(n, 2048, dtype=dtype), torch.zeros(n, 2048, dtype=dtype)
             SlotCall(layer, x, out).add([(Span(0, 0, 0, n, 0), range(n), range(n))])  # of one token in part
-            kernels.combine(out, torch.zeros(n, 1))
+            kernels.combine(out, torch.zeros(n, 1), dtype)
             SlotCall(layer, x, out).find(torch.zeros(n, 1, dtype=torch.int64), [Span(0, 0, 0, 2, 0)])
     assert seen == {"_inner_kernel", "_down_kernel", "_combine_kernel", "_find_kernel"}

@@ -8,24 +8,24 @@ from tests.scheduler.drive import geometry, made, one_token, prediction, run, ru
 
 
 def count(router: RouterRan, present: dict[int, int]) -> LayerCounters:
-    """Counters after one demand; `present`: segments (of 4, 100 bytes each) of the experts not wholly resident."""
-    counters = LayerCounters()
+    """Counters after one demand; `present`: segments (of 4, 96 bytes each) of the experts not wholly resident."""
+    cache = scheduler(geometry(layers=1, top_k=3, segments=4), 1.0).cache
     missing = [position for position, expert in enumerate(router.experts) if expert in present]
-    counters.count_demand(router, missing, [present[router.experts[i]] for i in missing], 4, 100)
-    return counters
+    cache.count_demand(router, missing, [present[router.experts[i]] for i in missing])
+    return cache.counters[0]
 
 
 def test_all_some_or_none_of_an_experts_segments() -> None:
     counters = count(RouterRan(0, [7, 2, 5], [1, 1, 1], [True] * 3, 1), {2: 3, 5: 0})
     decode = counters.of(Phase.DECODE)
     assert (decode.hits, decode.partial_hits, decode.misses) == (1, 1, 1)
-    assert (decode.demanded_nbytes, decode.hit_nbytes) == (1200, 700)
+    assert (decode.demanded_nbytes, decode.hit_nbytes) == (12 * 96, 7 * 96)
     rates = {name: rate for name, rate in decode.rates().items() if rate is not None}
-    assert rates == {"hit_rate": 1 / 3, "partial_hit_rate": 1 / 3, "byte_hit_rate": 700 / 1200}
+    assert rates == {"hit_rate": 1 / 3, "partial_hit_rate": 1 / 3, "byte_hit_rate": 7 / 12}
     assert counters.of(Phase.PREFILL) == PhaseCounters()
     twice = LayerCounters.from_dict(counters.as_dict())
     twice.add(counters)
-    assert (twice.decode.hits, twice.decode.hit_nbytes, twice.prefill) == (2, 1400, PhaseCounters())
+    assert (twice.decode.hits, twice.decode.hit_nbytes, twice.prefill) == (2, 14 * 96, PhaseCounters())
 
 
 def test_goodpred_is_accuracy_times_fetch_rate() -> None:

@@ -135,7 +135,9 @@ class LayerCompute:
         """
         self.geometry, self.num_segments, self.dtype, self.kernels = geometry, num_segments, dtype, kernels
         self._rows = rows
-        self._neurons_per_segment = geometry.intermediate_size // num_segments
+        of_slot = geometry.expert_nbytes // num_segments, geometry.intermediate_size // num_segments
+        self.memory = rows.data_ptr(), *of_slot
+        """Address of slot 0, and a slot's bytes and neurons."""
         is_gated = geometry.num_matrices == 3
         self._activate = _activation(module, is_gated, dtype)
         norm: Any = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
@@ -143,7 +145,6 @@ class LayerCompute:
         """Of each expert's output, [n, H]; or None."""
         self._in_bias, self.down_bias = _biases(module, is_gated, experts, rows.device)
         self._format = form = expert_format(geometry.format) if geometry.format else None
-        self._slot_nbytes = geometry.expert_nbytes // num_segments
         self.slots = kernels.slots(geometry, dtype, num_segments, rows, self._activate, self._in_bias, self.down_bias)
         """An accelerator's kernels: whole experts and segments in one call; or None."""
         self.products: ExpertProducts | None = None
@@ -192,29 +193,9 @@ class LayerCompute:
             or not all(tensor.is_contiguous() for tensor in tensors)
         ):
             return None
-        slots = table, num_experts, self._rows.data_ptr(), self._slot_nbytes
+        slots = table, num_experts, *self.memory[:2]
         dtype = self.kernels.dtypes[weights.dtype]
         return ChosenExperts(self.products, self.geometry.intermediate_size, slots, tensors, dtype)
-
-    def multiply(self, x: torch.Tensor, works: Sequence[Work], out: torch.Tensor, *, adds: bool = False) -> None:
-        """out[o] = expert(x[i]) for each span, row i of `x` [*, H] and row o of `out` [*, H]; spans are of equal size.
-        `adds`: a span's part of the sum is added to `out`, which is float32 and without bias.
-        """
-        assert self.products is not None
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        self.kernels.num_native += len(works)
-        tasks: list[int] = []
-        x_rows: list[int] = []
-        out_rows: list[int] = []
-        address = self._rows.data_ptr()
-        for span, of_x, of_out in works:
-            tasks += (address + span.slot * self._slot_nbytes, len(of_x), span.expert)
-            x_rows += of_x
-            out_rows += of_out
-        span = works[0][0]
-        num_neurons, begin = span.num_segments * self._neurons_per_segment, span.segment * self._neurons_per_segment
-        self.kernels.experts(self.products, tasks, x_rows, out_rows, x, out, num_neurons, begin, adds=adds)
 
     # -- torch's -----------------------------------------------------------------------------------------------
 
@@ -229,8 +210,9 @@ class LayerCompute:
         some blocks at a time.
         """
         self.kernels.num_torch += 1
-        geometry, slot = self.geometry, span.slot * self._neurons_per_segment
-        num_neurons = step = span.num_segments * self._neurons_per_segment
+        geometry, (_, _, of_slot) = self.geometry, self.memory
+        slot, num_neurons = span.slot * of_slot, span.num_segments * of_slot
+        step = num_neurons
         if self._format is not None and self._rows.is_cpu:
             num_values = geometry.num_matrices * geometry.hidden_size + _WIDE * x.shape[0]  # of a neuron
             num_blocks = _PART_NBYTES // (num_values * self.dtype.itemsize * geometry.block_size)
@@ -243,7 +225,7 @@ class LayerCompute:
             *matrices, down = rows.unbind(1)
             gate_up = [linear(x, matrix) for matrix in matrices]
             if self._in_bias:
-                first = span.segment * self._neurons_per_segment
+                first = span.segment * of_slot
                 biases = [bias[span.expert, first + begin : first + end] for bias in self._in_bias]
                 gate_up = [values + bias for values, bias in zip(gate_up, biases, strict=True)]
             activated = self._activate(*gate_up)
@@ -288,6 +270,7 @@ class LayerCall:
             self._slots.add([(span, *self._rows(span.expert)) for span in spans])
             return
         compute, positions = self._compute, self.work.positions
+        experts, products, memory = compute.kernels.experts, compute.products, compute.memory
         works: list[Work] = []
         room = compute.most_rows
         for span in spans:
@@ -296,17 +279,17 @@ class LayerCall:
                 self._compute_part(span, of_x)
             elif len(of_x) <= min(compute.max_tokens, TASK_TOKENS):
                 if len(of_x) > room:
-                    compute.multiply(self.hidden, works, self.outputs)
+                    experts(products, memory, works, self.hidden, self.outputs)
                     works, room = [], compute.most_rows
                 works.append((span, of_x, of_out))
                 room -= len(of_x)
             elif len(of_x) <= compute.max_tokens:
-                compute.multiply(self.hidden, ((span, of_x, of_out),), self.outputs)
+                experts(products, memory, ((span, of_x, of_out),), self.hidden, self.outputs)
             else:
                 x, rows = self._inputs(span.expert)
                 self.outputs[rows] = compute.whole(x, span)
         if works:
-            compute.multiply(self.hidden, works, self.outputs)
+            experts(products, memory, works, self.hidden, self.outputs)
 
     def _rows(self, expert: int) -> tuple[Sequence[int], Sequence[int]]:
         """Its rows of the hidden states, and of the outputs."""
@@ -361,7 +344,8 @@ class _PartialExpert:
         """Use a span's bytes; its slots may be used again afterwards. Whether it was the last one."""
         if self._sum is not None:
             rows = range(len(self._x))
-            self._compute.multiply(self._x, ((span, rows, rows),), self._sum, adds=True)
+            compute, works = self._compute, ((span, rows, rows),)
+            compute.kernels.experts(compute.products, compute.memory, works, self._x, self._sum, adds=True)
         else:
             inner, down = self._compute.inner(self._x, span)
             first = span.segment * down.shape[0] // span.num_segments

@@ -23,7 +23,7 @@ from expertly.core.observation import IterationInfo
 from expertly.engine.compute import Dispatch
 from expertly.engine.device import Device
 from expertly.model.hooks import RanStep
-from expertly.native.kernels import ChosenExperts, Kernels
+from expertly.native.kernels import ChosenExperts
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from expertly.engine.cuda import CudaDevice
     from expertly.engine.observe import Prefetching
     from expertly.engine.shard import Shard
-
-_COMBINE_NBYTES = 16 << 20
-"""The weighted sum over K takes this many bytes of outputs at a time, to keep a prompt's peak memory low."""
 
 _KEPT_NBYTES = 64 << 10
 """Hidden states of one layer up to this size are kept whole until the next pass, to find where NaN began."""
@@ -209,7 +206,7 @@ class Engine:
                 ids, mark = early.choice
                 cast("CudaDevice", shard.device).streams.wait_for(mark)
             else:
-                result = combine(early.outputs, top_k_weights, hidden_states, shard.kernels)
+                result = shard.kernels.combine(early.outputs, top_k_weights, hidden_states.dtype)
                 self._trail.append(_traced(layer, hidden_states, result))
                 self._unseen.layers.append((layer, top_k_index, begin, shard.stamp()))
                 return result
@@ -224,7 +221,7 @@ class Engine:
                 if isinstance(error, OSError):
                     raise TransferError(f"layer {layer}: reading experts failed: {error}") from error
                 raise
-            result = combine(outputs, top_k_weights, hidden_states, shard.kernels)
+            result = shard.kernels.combine(outputs, top_k_weights, hidden_states.dtype)
             self._trail.append(_traced(layer, hidden_states, result))
             executor.note_times(work.router, begin, shard.stamp(), waits)
             return result
@@ -365,23 +362,6 @@ def dispatch(layer: int, top_k_index: torch.Tensor, num_experts: int, info: Iter
     rows = {e: order[bounds[e] : bounds[e + 1]] for e in router.experts}
     num_rows = num_tokens * top_k
     return Dispatch(router, top_k, num_rows, int(bounds[-1] - bounds[0]) == num_rows, rows, None)
-
-
-def combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-    """Weighted sum over K, rounded as in the reference: product in the promoted type, sum, then the input's type."""
-    num_tokens, top_k = weights.shape
-    if hidden.dtype == outputs.dtype and weights.dtype in (torch.float32, outputs.dtype) and weights.is_contiguous():
-        combined = kernels.combine(outputs, weights)
-        if combined is not None:
-            return combined
-    width = outputs.shape[1]
-    outputs = outputs.view(num_tokens, top_k, width)
-    step = max(1, _COMBINE_NBYTES // (top_k * width * 4))
-    parts = [
-        (rows * shares.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
-        for rows, shares in zip(outputs.split(step), weights.split(step), strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 # -- interrupts --------------------------------------------------------------------------------------------------------

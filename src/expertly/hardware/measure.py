@@ -147,12 +147,12 @@ def measure_experts_rate(layer: LayerGeometry, dtype: torch.dtype, seconds: floa
     num_tokens = max(1, _EXPERTS_NBYTES // (top_k * size))
     stored = torch.full((num_tokens * top_k * size,), 0x38, dtype=torch.uint8)  # in no format a special number
     x, out = torch.ones(1, layer.hidden_size, dtype=dtype), torch.empty(top_k, layer.hidden_size, dtype=dtype)
-    first, row = top_k * [0], range(top_k)
+    slots = stored.data_ptr(), size, layer.intermediate_size
 
     def compute() -> None:
-        for begin in range(stored.data_ptr(), stored.data_ptr() + stored.nbytes, top_k * size):
-            tasks = [number for expert in row for number in (begin + expert * size, 1, expert)]
-            kernels.experts(products, tasks, first, row, x, out, layer.intermediate_size, 0, adds=False)
+        for first in range(0, num_tokens * top_k, top_k):
+            works = [(Span(0, expert, 0, 1, first + expert), (0,), (expert,)) for expert in range(top_k)]
+            kernels.experts(products, slots, works, x, out)
 
     num_rounds, elapsed = _timed(x.device, seconds, compute)
     return num_rounds * stored.nbytes / elapsed

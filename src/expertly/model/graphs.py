@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from expertly.model import routers
 from expertly.model.closed import stand_in
 from expertly.model.dense import ROUTER_NAMES, NamesAttention, eager_of, is_usual_attention, keep
-from expertly.model.hooks import CACHE, AsTried, active, experts_modules, original_of, watchers
+from expertly.model.hooks import CACHE, AsTried, active, experts_modules, mix, original_of
 from expertly.native.kernels import Kernels, UnsureError
 
 NUM_COMPARED = 3
@@ -243,7 +243,7 @@ class LayerGraphs:
         before()
         self._attend(kwargs)
         between()
-        self._mix()
+        mix(at, self.router, self._experts)
         behind()
         self._shared.kernels.num_graphs += 1
         return at.out.clone()  # type: ignore[no-any-return]
@@ -259,17 +259,6 @@ class LayerGraphs:
         ask = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_of(attention))
         more = {**self._more, **passed, **how, "scaling": self._scaling}
         at.attended.copy_(ask(attention, at.query, key, value, kwargs.get("attention_mask"), **more)[0])
-
-    def _mix(self) -> None:
-        """Tell those who look at the router what it chose, and have the experts computed."""
-        at = self._at
-        ids, weights = at.chosen[1].clone(), at.chosen[2].clone()
-        if self.router._forward_hooks and (looks := watchers(self.router)):
-            same = {id(at.chosen[1]): ids, id(at.chosen[2]): weights}
-            routed = tuple([same[id(part)] if id(part) in same else part.clone() for part in at.routed[2]])
-            for look in looks:
-                look(self.router, at.routed[0], at.routed[1], routed)
-        at.mixed.copy_(self._experts(at.chosen[0], ids, weights))
 
     # -- recording -----------------------------------------------------------------------------------------------------
 

@@ -235,6 +235,19 @@ def experts_forward(
     return runtime.forward_experts(self, self._expertly_layer, hidden_states, top_k_index, top_k_weights)
 
 
+def mix(at: Any, router: Any, experts: Any) -> None:
+    """Of a layer that is recorded (graphs.py), whose tensors are `at` their places: tell those who look at the router
+    what it chose, and have the experts computed.
+    """
+    ids, weights = at.chosen[1].clone(), at.chosen[2].clone()
+    if router._forward_hooks and (looks := watchers(router)):
+        same = {id(at.chosen[1]): ids, id(at.chosen[2]): weights}
+        routed = tuple([same[id(part)] if id(part) in same else part.clone() for part in at.routed[2]])
+        for look in looks:
+            look(router, at.routed[0], at.routed[1], routed)
+    at.mixed.copy_(experts(at.chosen[0], ids, weights))
+
+
 def strip(model: Any, site: ExpertsSite) -> Any:
     """Delete an experts module's weights and return it."""
     module = model.get_submodule(site.name)

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model.dense import IDLE, is_native, is_native_mask, paged
 from expertly.model.graphs import LayerGraphs, use_graphs
-from expertly.model.hooks import CACHE, RanStep, Runtime, factors_of, places, watchers
+from expertly.model.hooks import CACHE, RanStep, Runtime, factors_of, mix, places, watchers
 from expertly.native.kernels import (
     SEEN,
     STEPS,
@@ -226,7 +226,7 @@ class LayerProgram(LayerGraphs):
         if step == self._at_attention:
             self._attend(kwargs)
         elif step == self._at_experts:
-            self._mix()
+            mix(self._at, self.router, self._experts)
             self._ran_mixed = False
         elif step in self._calls:
             self._calls[step]()

@@ -69,6 +69,9 @@ BOOLEAN = 3
 Work = tuple[Span, Sequence[int], Sequence[int]]
 """A span, the rows of its expert's inputs, and those of its outputs."""
 
+_COMBINE_NBYTES = 16 << 20
+"""torch's weighted sum over K takes this many bytes of outputs at a time, to keep a prompt's peak memory low."""
+
 _COUNTS = ("native", "early", "torch", "attention", "graphs", "programs")
 
 _FAILED = "a compiled product"
@@ -415,25 +418,30 @@ class Kernels:
 
     def experts(
         self,
-        layer: ExpertProducts,
-        tasks: Sequence[int],
-        x_rows: Sequence[int],
-        out_rows: Sequence[int],
+        layer: ExpertProducts | None,
+        slots: tuple[int, int, int],
+        works: Sequence[Work],
         x: torch.Tensor,
         out: torch.Tensor,
-        num_neurons: int,
-        begin: int,
         *,
-        adds: bool,
+        adds: bool = False,
     ) -> None:
-        """out[o] = expert(x[i]) for every task (address, n, expert) of `tasks`, three numbers each, n <= most_tokens,
-        and the next n rows i of `x_rows` and o of `out_rows`: `num_neurons` of the expert from an address on, the first
-        of them its number `begin`; `expert` is its number in the biases. In formats a task by itself may have any n.
-        `adds`: to `out`, which is float32, unrounded and without bias.
-
-        `x` is [*, H], its rows dense; `out` [*, H], contiguous. Raises MemoryError.
+        """out[o] = expert(x[i]) for each span, rows i of `x` [*, H] and rows o of `out` [*, H], which is contiguous; of
+        each at most most_tokens. Spans are of equal size. In formats one by itself may have any number of rows.
+        `slots`: address of slot 0, and a slot's bytes and neurons. `adds`: a span's part of the sum is added to `out`,
+        which is float32, unrounded and without bias. Raises MemoryError.
         """
-        packed, of_x, of_out = array("q", tasks), array("q", x_rows), array("q", out_rows)
+        assert layer is not None, "they do not know such a layer"
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        self.num_native += len(works)
+        packed, of_x, of_out = array("q"), array("q"), array("q")
+        address, nbytes, num_neurons = slots
+        for span, x_rows, out_rows in works:
+            packed.extend((address + span.slot * nbytes, len(x_rows), span.expert))
+            of_x.extend(x_rows)
+            of_out.extend(out_rows)
+        begin, num_neurons = span.segment * num_neurons, span.num_segments * num_neurons
         call = array(
             "q",
             (
@@ -446,13 +454,22 @@ class Kernels:
         if self._call.experts(self._level, self.dtypes[x.dtype], threads, call.buffer_info()[0]):
             raise MemoryError(_FAILED)
 
-    def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        """[T, H] from the outputs of a layer's experts [T * K, H] and their weights [T, K], of the same dtype or
-        float32; both contiguous. None where torch is to do it.
+    def combine(self, rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[T, H] of `dtype` from the outputs of a layer's experts [T * K, H] and their weights [T, K]: the sum over K,
+        rounded as in the reference, product in the promoted type, sum, then `dtype`.
         """
         (num_tokens, top_k), width = weights.shape, rows.shape[1]
-        if self.library is None or num_tokens > self.most_tokens(rows.dtype, None):
-            return None
+        if (
+            self.library is None
+            or num_tokens > self.most_tokens(rows.dtype, None)
+            or rows.dtype != dtype
+            or weights.dtype not in (torch.float32, dtype)
+            or not weights.is_contiguous()
+        ):
+            step = max(1, _COMBINE_NBYTES // (top_k * width * 4))
+            pairs = zip(rows.view(num_tokens, top_k, width).split(step), weights.split(step), strict=True)
+            parts = [(some * shares.unsqueeze(-1)).sum(dim=1).to(dtype) for some, shares in pairs]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         out = rows.new_empty(num_tokens, width)
         dtypes = self.dtypes[rows.dtype], self.dtypes[weights.dtype]
         addresses = rows.data_ptr(), weights.data_ptr(), out.data_ptr()

@@ -673,10 +673,11 @@ class TritonKernels(Kernels):
         down_bias = None if down_bias is None else down_bias.contiguous()
         return SlotProducts(geometry, dtype, num_segments, rows, self, activation, inner_bias, down_bias)
 
-    def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+    def combine(self, rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         (num_tokens, top_k), width = weights.shape, rows.shape[1]
-        if num_tokens > MAX_TOKENS or rows.dtype not in _DTYPES:
-            return None
+        is_like_rows = rows.dtype == dtype and weights.dtype in (torch.float32, dtype) and weights.is_contiguous()
+        if num_tokens > MAX_TOKENS or rows.dtype not in _DTYPES or not is_like_rows:
+            return super().combine(rows, weights, dtype)
         program = self._combining.get((width, top_k))
         if program is None:
             sizes = {"H": width, "K": top_k, "BN": _power_of_two(width, 1024)}

@@ -151,9 +151,8 @@ class DenseScoredPolicy(ScoredPolicy):
     def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> EvictionPolicy:
         return cls(geometry)
 
-    @abstractmethod
-    def all_scores(self) -> npt.NDArray[np.floating[Any]]:
-        """The score of every expert by dense id. Callers must not write it."""
+    all_scores: Callable[[], npt.NDArray[np.floating[Any]]]
+    """A method that gives the score of every expert by dense id. Callers must not write it."""
 
     def admitted(self, expert: int) -> None:
         self._barrier[expert] = 0

@@ -99,7 +99,7 @@ class ReuseModel:
             self.weights[-1][:] = np.eye(num, num_seen, first - first_seen)  # the value is its own recent use
         self._state = self._begin(places)
         self.num_tokens = [0] * shape.num_layers  # that each layer has seen
-        self._discounts: dict[int, Floats] = {}  # running layer -> discount of every expert's value
+        self._discounts = list(map(self._discount, range(shape.num_layers)))  # of every expert, seen from each layer
         self._worth: Floats | None = self._values
         self._layer = 0  # the running one, or the last that ran
         self._is_decode = True
@@ -144,18 +144,15 @@ class ReuseModel:
         step is nearer than one that has run. Callers must not write it.
         """
         if self._worth is None:
-            self._worth = self._values * self._discount(self._layer)
+            self._worth = self._values * self._discounts[self._layer]
             if not self._is_decode:
                 self._worth[sum(self.shape.num_experts[: self._layer + 1]) :] += SURE
         return self._worth
 
     def _discount(self, layer: int) -> Floats:
-        if layer not in self._discounts:
-            num_layers = self.shape.num_layers
-            ahead = (np.arange(num_layers) - layer - 1) % num_layers + 1
-            discounts = np.repeat(NEAR_DISCOUNT ** (ahead / num_layers), self.shape.num_experts)
-            self._discounts[layer] = discounts.astype(np.float32)
-        return self._discounts[layer]
+        num_layers = self.shape.num_layers
+        ahead = (np.arange(num_layers) - layer - 1) % num_layers + 1
+        return np.repeat(NEAR_DISCOUNT ** (ahead / num_layers), self.shape.num_experts).astype(np.float32)
 
     def begin_with(self, trained: ReuseModel) -> None:
         """Continue with the weights of another model of these layers, which has seen a trace; nothing has been seen
@@ -208,6 +205,7 @@ class Reuse(DenseScoredPolicy):
 
     def __init__(self, geometry: Geometry, model: ReuseModel, capacity: int) -> None:
         super().__init__(geometry)
+        self.all_scores = model.worth
         self._model = model  # that all caches share
         self._has_choice = capacity < geometry.num_experts
 
@@ -227,6 +225,3 @@ class Reuse(DenseScoredPolicy):
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         if self._has_choice:
             self._model.observe(router)
-
-    def all_scores(self) -> Floats:
-        return self._model.worth()

@@ -129,6 +129,16 @@ class Cache:
             return range(first, stop)
         return [unit for unit in range(first, stop) if self.state[unit] == state] if state in states else ()
 
+    def absent(self, eids: Iterable[int]) -> list[Sequence[int]]:
+        """The absent units of each of these experts."""
+        num_parts, state, every = self.num_parts, self.state, list[Sequence[int]]()
+        for first in map(num_parts.__mul__, eids):
+            units: Sequence[int] = range(first, first + num_parts)
+            if state[first : first + num_parts].count(ABSENT) < num_parts:
+                units = [unit for unit in units if state[unit] == ABSENT]
+            every.append(units)
+        return every
+
     def kept_of(self, eid: int) -> Sequence[int]:
         """The units of an expert that are kept."""
         first, stop = eid * self.num_parts, (eid + 1) * self.num_parts
@@ -140,7 +150,7 @@ class Cache:
         num_parts, top, every = self.num_parts, self.partitions[layer].top, list[Sequence[int]]()
         for first in map(num_parts.__mul__, eids):
             kept = self.kept[first : first + top]
-            units = range(first, first + top)
+            units: Sequence[int] = range(first, first + top)
             if True in kept:
                 units = () if False not in kept else [unit for unit in units if not self.kept[unit]]
             every.append(units)
@@ -270,6 +280,33 @@ class Cache:
         """Free the slots of those of an expert's units that are not kept."""
         if staged := [unit for unit in units if self.slot[unit] >= 0 and not self.kept[unit]]:
             self.release(staged)
+
+    # -- counting ----------------------------------------------------------------------------------------------
+
+    def count_demand(self, router: RouterRan, missing: Sequence[int], parts_there: Sequence[int]) -> None:
+        """Count the experts that real tokens demand, before anything is admitted; not those that only pads chose.
+
+        `missing`: positions in the router's list of experts that are not wholly resident; `parts_there`: how many of
+        the P units of each are.
+        """
+        counters, num_parts = self.counters[router.layer], self.num_parts
+        unit_nbytes = self.geometry.unit_nbytes[router.layer]
+        is_decode, num_tokens = router.is_decode, router.num_tokens
+        groups = [(True in is_decode, len(num_tokens), parts_there)]  # nearly always all are of one phase
+        if 0 in num_tokens or (True in is_decode and False in is_decode):
+            there = dict(zip(missing, parts_there, strict=True))
+            groups = []
+            for of_decode in (True, False):
+                positions = [i for i, num in enumerate(num_tokens) if num and is_decode[i] == of_decode]
+                groups.append((of_decode, len(positions), [there[i] for i in positions if i in there]))
+        for of_decode, num_experts, lacking in groups:
+            phase = counters.decode if of_decode else counters.prefill
+            hits, num_partial = num_experts - len(lacking), sum(map(bool, lacking))
+            phase.hits += hits
+            phase.partial_hits += num_partial
+            phase.misses += len(lacking) - num_partial
+            phase.demanded_nbytes += num_experts * num_parts * unit_nbytes
+            phase.hit_nbytes += (hits * num_parts + sum(lacking)) * unit_nbytes
 
     # -- keeping and evicting ----------------------------------------------------------------------------------
 

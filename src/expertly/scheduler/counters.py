@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from expertly.core.messages import Phase, RouterRan
+from expertly.core.messages import Phase
 
 
 @dataclass(slots=True)
@@ -78,31 +77,6 @@ class LayerCounters:
 
     def phase(self, is_decode: bool) -> PhaseCounters:
         return self.decode if is_decode else self.prefill
-
-    def count_demand(
-        self, router: RouterRan, missing: Sequence[int], parts_there: Sequence[int], num_parts: int, unit_nbytes: int
-    ) -> None:
-        """Count the experts that real tokens demand, before anything is admitted; not those that only pads chose.
-
-        `missing`: positions in the router's list of experts that are not wholly resident; `parts_there`: how many of
-        the P units of each are.
-        """
-        is_decode, num_tokens = router.is_decode, router.num_tokens
-        groups = [(True in is_decode, len(num_tokens), parts_there)]  # nearly always all are of one phase
-        if 0 in num_tokens or (True in is_decode and False in is_decode):
-            there = dict(zip(missing, parts_there, strict=True))
-            groups = []
-            for of_decode in (True, False):
-                positions = [i for i, num in enumerate(num_tokens) if num and is_decode[i] == of_decode]
-                groups.append((of_decode, len(positions), [there[i] for i in positions if i in there]))
-        for of_decode, num_experts, lacking in groups:
-            phase = self.decode if of_decode else self.prefill
-            hits, num_partial = num_experts - len(lacking), sum(map(bool, lacking))
-            phase.hits += hits
-            phase.partial_hits += num_partial
-            phase.misses += len(lacking) - num_partial
-            phase.demanded_nbytes += num_experts * num_parts * unit_nbytes
-            phase.hit_nbytes += (hits * num_parts + sum(lacking)) * unit_nbytes
 
     def add(self, other: LayerCounters) -> None:
         self.prefill.add(other.prefill)

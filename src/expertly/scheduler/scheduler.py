@@ -100,7 +100,7 @@ class Scheduler:
                 missing.append(position)
                 parts_there.append(num)
         self.num_open += len(plan.ready) * num_parts
-        cache.counters[layer].count_demand(router, missing, parts_there, num_parts, self.geometry.unit_nbytes[layer])
+        cache.count_demand(router, missing, parts_there)
         pool = cache.partitions[layer].pool
         if missing or self.keeps_best or pool.num_free + pool.num_kept < pool.num_slots:  # something is staged
             self._admit(router, missing, plan)
@@ -222,16 +222,17 @@ class Scheduler:
             cache.admit_best(router, needed, self.upcoming() if self.predicts else ())
         else:
             missing = self._keep_all(router, missing)
-        for position in missing:
-            if absent := cache.in_state(needed[position], ABSENT):
-                to_keep = list(filter(cache.kept.__getitem__, absent))
-                if to_keep:
-                    self._load(position, to_keep, plan.loads)
-                if len(to_keep) < len(absent):
-                    waiting = [unit for unit in absent if not cache.kept[unit]]
-                    self.deferred.append((position, waiting))
-                    for unit in waiting:
-                        cache.state[unit] = QUEUED
+        to_load: list[tuple[int, Sequence[int]]] = []
+        for position, absent in zip(missing, cache.absent(map(needed.__getitem__, missing)), strict=True):
+            to_keep = list(filter(cache.kept.__getitem__, absent))
+            if to_keep:
+                to_load.append((position, to_keep))
+            if len(to_keep) < len(absent):
+                waiting = [unit for unit in absent if not cache.kept[unit]]
+                self.deferred.append((position, waiting))
+                for unit in waiting:
+                    cache.state[unit] = QUEUED
+        self._load(to_load, plan.loads)
         if self.deferred:
             self._load_deferred(plan.loads)
 
@@ -273,16 +274,19 @@ class Scheduler:
             filling = [i for i in filling if not num_tokens[i]]
         return evicting, filling
 
-    def _load(self, position: int, units: Sequence[int], loads: list[Span]) -> None:
-        """Give units slots, of which there are enough, and add their spans to `loads`."""
+    def _load(self, wanted: Iterable[tuple[int, Sequence[int]]], loads: list[Span]) -> None:
+        """Give units of experts, which are at these positions of the router's list, slots, of which there are enough,
+        and add their spans to `loads`.
+        """
         router = self.router
         assert router is not None
         counters = self.cache.counters[router.layer]
-        phase = counters.decode if router.is_decode[position] else counters.prefill
-        phase.loaded_nbytes += len(units) * self.geometry.unit_nbytes[router.layer]
-        loads += self.cache.allocate(units, LOADING)
-        self.num_open += len(units)
-        self.num_coming += len(units)
+        for position, units in wanted:
+            phase = counters.decode if router.is_decode[position] else counters.prefill
+            phase.loaded_nbytes += len(units) * self.geometry.unit_nbytes[router.layer]
+            loads += self.cache.allocate(units, LOADING)
+            self.num_open += len(units)
+            self.num_coming += len(units)
 
     def _load_deferred(self, loads: list[Span]) -> None:
         """Load units that wait for staging slots, an expert at a time: whole where the staging slots can hold that,
@@ -298,7 +302,7 @@ class Scheduler:
             self.deferred.popleft()
             if len(units) > pool.num_free:
                 self.deferred.appendleft((position, units[pool.num_free :]))
-            self._load(position, units[: pool.num_free], loads)
+            self._load([(position, units[: pool.num_free])], loads)
 
     # -- what is predicted -------------------------------------------------------------------------------------
 

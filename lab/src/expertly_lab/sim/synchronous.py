@@ -65,7 +65,7 @@ def run_by_id(
     eids = [geometry.expert_id(layer, expert) for expert in router.experts]
     missing = [i for i, eid in enumerate(eids) if not cache.is_resident(eid)]
     there = [cache.num_resident(eids[i]) for i in missing]
-    counters.count_demand(router, missing, there, cache.num_parts, geometry.unit_nbytes[layer])
+    cache.count_demand(router, missing, there)
     for position in sorted(range(len(eids)), key=eids.__getitem__):
         eid = eids[position]
         ready, absent = cache.spans(cache.in_state(eid, RESIDENT)), cache.in_state(eid, ABSENT)
