@@ -6,7 +6,7 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -87,6 +87,27 @@ def test_import_directions():
         return ROOMS.index(target) >= ROOMS.index(room) or target in APART.get(room, ())
 
     assert violations(is_wrong) == []
+
+
+def module_imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Names imported by a module itself, those under TYPE_CHECKING included; functions import what is optional."""
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (name for name, _ in imports(node))
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from module_imports(ast.iter_child_nodes(node))
+
+
+def test_no_files_import_each_other_in_a_circle():
+    files = {".".join(("expertly", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in modules()}
+    waiting: dict[str, set[str]] = {}
+    for name, path in files.items():
+        targets = {target for each in module_imports([parsed(path)]) for target in (each, each.rpartition(".")[0])}
+        waiting[name] = targets & files.keys() - {name}
+    while done := [name for name, targets in waiting.items() if not targets & waiting.keys()]:
+        for name in done:
+            del waiting[name]
+    assert not waiting
 
 
 FORBIDDEN = {

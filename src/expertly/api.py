@@ -22,12 +22,13 @@ from expertly.core.units import format_share
 from expertly.engine import process, transfer
 from expertly.engine.cluster import Cluster, memory_of_workers, open_workers, start_workers
 from expertly.engine.device import choose_device, kind_of
+from expertly.engine.executor import Executor
 from expertly.engine.fitting import with_quantisation
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
 from expertly.engine.observe import CannotLookAheadError, make_prefetching
 from expertly.engine.peer import Peer
 from expertly.engine.remembered import auto_system
-from expertly.engine.runtime import Engine, Executor
+from expertly.engine.runtime import Engine
 from expertly.engine.shard import Shard
 from expertly.engine.stats import Stats
 from expertly.engine.weights import find_weights
@@ -303,7 +304,7 @@ def _begin_prediction(chosen: _Chosen, loaded: Any, engine: Engine) -> tuple[Sys
     """
     system, reason = chosen.system, chosen.why_system
     try:
-        engine.prefetching = make_prefetching(system, loaded, engine, chosen.weights)
+        engine.prefetching = make_prefetching(system, loaded, engine.executor, chosen.weights)
     except CannotLookAheadError as error:
         if reason is None:
             raise

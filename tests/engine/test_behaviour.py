@@ -15,7 +15,8 @@ from expertly.core.errors import BudgetError, ConfigError
 from expertly.engine import cpu
 from expertly.engine import memory as engine_memory
 from expertly.engine.compute import expert_nbytes_at_once
-from expertly.engine.memory import BESIDE_NBYTES, kv_cache_nbytes, pass_nbytes
+from expertly.engine.memory import BESIDE_NBYTES
+from expertly.model.needs import kv_cache_nbytes, pass_nbytes
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import COUNTS, assert_streamed, loaded

@@ -7,7 +7,8 @@ import pytest
 from expertly.core import resources
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.resources import available_host_nbytes, parse_memory
-from expertly.engine.memory import WORKING_NBYTES, BesideExperts, RoomBeside, kv_cache_nbytes, pass_nbytes
+from expertly.engine.memory import WORKING_NBYTES, BesideExperts, RoomBeside
+from expertly.model.needs import kv_cache_nbytes, pass_nbytes
 
 GIB = 1 << 30
 

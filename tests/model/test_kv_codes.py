@@ -17,10 +17,10 @@ from transformers.cache_utils import DynamicCache
 
 import expertly
 from expertly.core.errors import ConfigError
-from expertly.engine.memory import kv_cache_nbytes
 from expertly.model import dense, kv_codes
 from expertly.model.hooks import CACHE
 from expertly.model.kv_codes import NUM_TOKENS, decoded, encoded
+from expertly.model.needs import kv_cache_nbytes
 from expertly.model.turns import kind_of_pages
 from expertly.store.pages import KeptPages
 from tests.families import FAMILIES, generate, load_reference, make_checkpoint

@@ -69,7 +69,7 @@ class Story:
                 text = self.scheduler.running[name]
                 if token in text.ends or len(text.tokens) + 1 >= text.max_tokens:
                     del self.steps.running[name]
-            self.scheduler.told([(name, SampledToken(token)) for name in names])
+            self.scheduler.sampled([(name, SampledToken(token)) for name in names])
             await asyncio.sleep(0)
 
     def names(self) -> list[int]:
@@ -160,7 +160,7 @@ def test_a_loop_that_was_closed_troubles_nobody() -> None:
     story = loop.run_until_complete(begin())
     loop.close()
     names = list(story.steps.running)
-    story.scheduler.told([(name, SampledToken(ord("x"))) for name in names])
+    story.scheduler.sampled([(name, SampledToken(ord("x"))) for name in names])
     story.scheduler.failed(names, [], RuntimeError("torn"))
     story.scheduler.close()
 

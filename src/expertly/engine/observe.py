@@ -17,7 +17,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, Floats, IterationInfo, Routed, Want, scores_of_choices
-from expertly.engine.runtime import Engine, Executor
+from expertly.engine.executor import Executor
 from expertly.model.hooks import saturated_half
 from expertly.model.routers import HookedRouter, find_routers
 from expertly.policies.known import Known
@@ -280,7 +280,7 @@ class Prefetching:
 def make_prefetching(
     system: System,
     model: Any,
-    engine: Engine,
+    executor: Executor,
     weights: LearnedState | None = None,
 ) -> Prefetching | None:
     """The system's predictor, connected to a loaded model; None where the system does not predict. `weights`: of a
@@ -290,7 +290,7 @@ def make_prefetching(
     CannotLookAheadError where no router can look ahead, ConfigError where the model does not show what the predictor
     must see or the weights are another model's.
     """
-    geometry = engine.executor.geometry
+    geometry = executor.geometry
     predictor = system.predictor(geometry, Known(items=(weights,)))
     if predictor is None:
         return None
@@ -310,7 +310,7 @@ def make_prefetching(
             "prediction: nothing can ask the routers of layers %s early: their experts are loaded when they are chosen"
         )
         logging.getLogger("expertly").warning(said, collector.left_out)
-    return Prefetching(engine.executor, predictor, collector)
+    return Prefetching(executor, predictor, collector)
 
 
 def embedder(model: Any) -> Embed:

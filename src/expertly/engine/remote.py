@@ -63,7 +63,7 @@ class RemoteShard:
         self.share = share
         self.problem: str | None = None
         """Why the worker was dropped; None while it computes."""
-        self.told = said
+        self.report = said
         """What the worker said last of itself: see `ExpertWorker`."""
         self._peer = peer
         self._make_standby = make_standby
@@ -73,7 +73,7 @@ class RemoteShard:
         self._begins = False  # a pass began, and the worker was sent no layer of it
         self._sent_s: float | None = None  # when it was sent the layer that runs
         self._counts: Counter[str] = Counter()  # *_ns: where `take` waited, from sending rows until outputs are here
-        self._is_told_old = False
+        self._is_report_old = False
 
     def bind(self, modules: Sequence[nn.Module]) -> None:
         """The model's experts modules, in layer order, for computing here."""
@@ -120,7 +120,7 @@ class RemoteShard:
             except LOST as error:
                 self._drop(error)
             else:
-                now_s, self._is_told_old = time.monotonic(), True
+                now_s, self._is_report_old = time.monotonic(), True
                 self._counts["bytes_received"] += len(answer)
                 if now_s - begin_s <= _LEAST_WAIT_S:
                     return ran.outputs, None
@@ -140,7 +140,7 @@ class RemoteShard:
     def abandon(self) -> None:
         """The layer failed elsewhere: nobody wants what the worker answers."""
         if self._sent_s is not None:
-            self._sent_s, self._is_told_old = None, True
+            self._sent_s, self._is_report_old = None, True
             try:
                 self._peer.receive(DEADLINE_S)
             except LOST as error:
@@ -153,20 +153,20 @@ class RemoteShard:
         self.problem = words_of(error)
         _log.warning("worker %s was lost: %s; its experts are computed here now", self._peer.name, self.problem)
         self._peer.end()
-        device = {**self.told["device"], "resident_bytes": 0}
-        self.told = {**self.told, "device": device, "resident": [0] * self.share.geometry.num_experts}
+        device = {**self.report["device"], "resident_bytes": 0}
+        self.report = {**self.report, "device": device, "resident": [0] * self.share.geometry.num_experts}
 
     # -- statistics, for any thread ----------------------------------------------------------------------------
 
     def hear(self) -> None:
-        """Have the worker say anew what it holds and has done. While it computes for long or is gone, `told` stays."""
-        if self._is_told_old and self.problem is None:
-            self._is_told_old = False  # before asking: a layer that runs meanwhile makes it old again
+        """Have the worker say anew what it holds and has done. While it is busy or gone, `report` stays."""
+        if self._is_report_old and self.problem is None:
+            self._is_report_old = False  # before asking: a layer that runs meanwhile makes it old again
             try:
                 self._peer.send(wire.message(wire.Kind.STATS, {}), _STATS_S)
-                self.told = wire.parts_of(self._peer.receive(DEADLINE_S))[0]
+                self.report = wire.parts_of(self._peer.receive(DEADLINE_S))[0]
             except LOST:  # the next pass will notice
-                self._is_told_old = True
+                self._is_report_old = True
 
     def facts(self) -> dict[str, Any]:
         """For results: the state of the worker and of the way to it. Times are of the calls that a layer waited for."""
@@ -183,7 +183,7 @@ class RemoteShard:
         """What the worker has counted, and what was counted here in its place. Counts since it was last heard are lost
         with a worker that dies.
         """
-        total = LayerCounters.from_dict(self.told["layers"][layer])
+        total = LayerCounters.from_dict(self.report["layers"][layer])
         if (standby := self._standby) is not None:
             total.add(standby.layer_counters(layer))
         return total

@@ -11,7 +11,7 @@ from _signal import getsignal  # type: ignore[import-not-found]  # those of `sig
 from _signal import signal as set_handler
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -22,15 +22,15 @@ from expertly.core.messages import Phase, RouterRan, group_by_expert
 from expertly.core.observation import IterationInfo
 from expertly.engine.compute import Dispatch
 from expertly.engine.device import Device
+from expertly.engine.executor import Executor
+from expertly.engine.shard import Choice
 from expertly.model.hooks import RanStep
 from expertly.native.kernels import ChosenExperts
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from expertly.engine.cluster import Cluster
     from expertly.engine.cuda import CudaDevice
     from expertly.engine.observe import Prefetching
-    from expertly.engine.shard import Shard
 
 _KEPT_NBYTES = 64 << 10
 """Hidden states of one layer up to this size are kept whole until the next pass, to find where NaN began."""
@@ -38,9 +38,6 @@ _KEPT_NBYTES = 64 << 10
 
 _Ran = tuple[int, torch.Tensor, torch.Tensor]
 """See `_traced`."""
-
-Choice = tuple[int, torch.Tensor, Any, Any]
-"""A layer, the ids [T, K] that it chose, and stamps before and behind it."""
 
 
 class Observer(Protocol):
@@ -63,10 +60,6 @@ class Observer(Protocol):
 
     def end_iteration(self, ok: bool) -> None:
         """The pass ended; `ok` is False when it raised."""
-
-
-Executor: TypeAlias = "Shard | Cluster"
-"""All experts of one model, without or with workers. One call at a time. `Shard` documents the methods."""
 
 
 class Engine:

@@ -24,8 +24,9 @@ from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from expertly.engine.cuda import CudaDevice
-    from expertly.engine.remote import RemoteShard
-    from expertly.engine.runtime import Choice
+
+Choice = tuple[int, torch.Tensor, Any, Any]
+"""A layer, the ids [T, K] that it chose, and stamps before and behind it."""
 
 Waits = list[tuple[Any, Any]]
 """Pairs of stamps, before and after each time that a layer waited for a transfer."""
@@ -84,7 +85,7 @@ class Shard:
         self.prefetcher: Prefetcher | None = None
         self.times = StepTimes(scheduler) if scheduler.allocation.is_configured else None
         self._begun: Any = None  # stamp of the pass, where that is timed
-        self.remotes: Sequence[RemoteShard] = ()
+        self.remotes: Sequence[Any] = ()  # without a Cluster there are no others
         self._layers: list[LayerCompute] = []
         self.begins_early = device.queues_uses and self.times is None
         """Whether layers may begin before the host knows which experts are chosen: the device is a CudaDevice."""

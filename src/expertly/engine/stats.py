@@ -86,7 +86,7 @@ def _per_pass(engine: Engine, count: int | None) -> float | None:
 def _of_worker(remote: RemoteShard) -> dict[str, Any]:
     """As `of_device`."""
     remote.hear()
-    facts = remote.told
+    facts = remote.report
     return {**facts["device"], "worker": {**remote.facts(), "pid": facts["pid"], "kernels": facts["kernels"]["name"]}}
 
 

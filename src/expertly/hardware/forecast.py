@@ -25,10 +25,9 @@ from expertly.core.files import existing_parent
 from expertly.core.geometry import Geometry
 from expertly.core.resources import parse_memory
 from expertly.engine.fitting import left_for_experts
-from expertly.engine.memory import kv_cache_nbytes
 from expertly.hardware.measure import measure_experts_rate
 from expertly.hardware.profile import MachineProfile
-from expertly.model.needs import ModelNeeds
+from expertly.model.needs import ModelNeeds, kv_cache_nbytes
 from expertly.scheduler.budget import least_nbytes
 from expertly.store.cache import stores_folder
 from expertly.store.manifest import ITEMSIZE

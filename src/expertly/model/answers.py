@@ -109,7 +109,7 @@ class AnswerFormat:
 class AnswerReader:
     """Parses an answer by a format. A text that is marked as a call but is none is content, and so is all behind it.
 
-    The text up to `_place` is parsed, and up to `_told` in parts.
+    The text up to `_place` is parsed, and up to `_sent` in parts.
     """
 
     form: CallFormat
@@ -122,7 +122,7 @@ class AnswerReader:
     def __post_init__(self) -> None:
         self.marks = self.form.text  # the text must hold these special tokens
         self._tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
-        self._text, self._place, self._told, self._is_end = "", 0, 0, False
+        self._text, self._place, self._sent, self._is_end = "", 0, 0, False
         self._parts: list[AnswerPart] = []
         self._held: list[AnswerPart] = []  # of a call that is not complete
         self._num_calls = 0
@@ -130,8 +130,8 @@ class AnswerReader:
         self._steps = self._answer()
 
     def add(self, text: str) -> list[AnswerPart]:
-        self._text = self._text[self._told :] + text
-        self._place, self._told = self._place - self._told, 0
+        self._text = self._text[self._sent :] + text
+        self._place, self._sent = self._place - self._sent, 0
         next(self._steps, None)
         parts, self._parts = self._parts, []
         return parts
@@ -144,7 +144,7 @@ class AnswerReader:
         try:
             yield from self._messages() if self.form.kind == "harmony" else self._sections()
         except (ValueError, RecursionError):
-            self._held, self._place = [], self._told
+            self._held, self._place = [], self._sent
         yield from self._until(_NEVER, self._content)
 
     def _sections(self) -> Steps:
@@ -152,9 +152,9 @@ class AnswerReader:
         opening, closing = map(flexible, self.form.think)
         begins = self.stage in ("may think", "thought") and (yield from self._match(regex.compile(r"\s*" + opening)))
         if begins or self.stage == "thinks":
-            self._told, self._trims = self._place, True
+            self._sent, self._trims = self._place, True
             yield from self._until(regex.compile(closing), self._reasoning)
-            self._told, self._trims = self._place, True
+            self._sent, self._trims = self._place, True
         is_first = self.is_constrained or not self.form.open_mark
         opens = self.form.open_re
         while self._tools and (yield from self._match(opens) if is_first else self._until(opens, self._content)):
@@ -284,7 +284,7 @@ class AnswerReader:
                 self._trims = True
                 take = self._reasoning if head["channel"] == "analysis" else self._content
                 yield from self._until(_END_OF_MESSAGE, take)
-            self._told = self._place
+            self._sent = self._place
 
     # -- text and its parts --------------------------------------------------------------------------------------------
 
@@ -321,7 +321,7 @@ class AnswerReader:
         self._show("reasoning", text)
 
     def _show(self, kind: Literal["reasoning", "content"], text: str) -> None:
-        self._told = self._place
+        self._sent = self._place
         if text := (text.lstrip() if self._trims else text):
             self._parts.append(AnswerPart(kind, text))
             self._trims = False
@@ -332,7 +332,7 @@ class AnswerReader:
             raise _NoCallError
         if self._held:
             self._complete()
-            self._told -= len(head)
+            self._sent -= len(head)
         self._num_calls += 1
         self._tell(AnswerPart("call", name, id or _new_id()[self.form.ids]))
 
@@ -344,7 +344,7 @@ class AnswerReader:
         if not (self.is_single and self._num_calls > 1):
             (self._held if self.is_whole else self._parts).append(part)
         if not self.is_whole:
-            self._told = self._place
+            self._sent = self._place
 
     def _complete(self) -> None:
         """The call that was begun is complete."""
@@ -352,7 +352,7 @@ class AnswerReader:
             arguments = json.loads("".join(part.text for part in self._held if part.kind == "arguments"))
             json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
         self._parts += self._held
-        self._held, self._told, self._trims = [], self._place, True
+        self._held, self._sent, self._trims = [], self._place, True
 
 
 def _called(said: Any) -> list[AnswerPart]:

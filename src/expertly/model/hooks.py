@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +35,6 @@ from transformers.utils import output_capturing
 from expertly.core.errors import ModelUseError
 from expertly.core.observation import IterationInfo
 from expertly.native.kernels import STEP_NBYTES, ChosenExperts
-
-if TYPE_CHECKING:
-    from expertly.model.structure import ExpertsSite
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """What models and their outputs call the KV cache: `past_key_values` before transformers 5.24, which takes both."""
@@ -248,8 +245,8 @@ def mix(at: Any, router: Any, experts: Any) -> None:
     at.mixed.copy_(experts(at.chosen[0], ids, weights))
 
 
-def strip(model: Any, site: ExpertsSite) -> Any:
-    """Delete an experts module's weights and return it."""
+def strip(model: Any, site: Any) -> Any:
+    """Delete the weights of an experts module, which a structure.ExpertsSite describes, and return it."""
     module = model.get_submodule(site.name)
     for name in site.weight_names:
         delattr(module, name)

@@ -24,6 +24,7 @@ from expertly.model.packing import Packing, local_folder, open_source, quantizat
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
 from expertly.model.tables import Table, find_tables, table_modules, without
 from expertly.model.tiled import can_be_tiled, put_tiles
+from expertly.native.kernels import STEP_NBYTES
 from expertly.store.checkpoint import ADAPTER_NAME, Checkpoint, check_claims, has_weights
 from expertly.store.manifest import ITEMSIZE, Rounding
 from expertly.store.packed import PackedStore, dense_by_format, is_packed_store
@@ -177,3 +178,42 @@ def _put_fp8(model: Any) -> dict[str, int]:
                 formats[path] = FP8.name
     put_tiles(model, formats)
     return {FP8.name: sum(model.get_submodule(path).tiles.nbytes for path in formats)} if formats else {}
+
+
+# -- beside weights, of the tokens that it reads -----------------------------------------------------------------------
+
+
+def _text_of(config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def pass_nbytes(config: dict[str, Any], itemsize: int) -> int:
+    """Activations of each token that a forward pass on a CPU reads."""
+    text = _text_of(config)
+    hidden = text.get("hidden_size", 0)
+    top_k = next(
+        (text[name] for name in ("num_experts_per_tok", "num_experts_per_token", "top_k") if text.get(name)), 1
+    )
+    wide = text.get("intermediate_size", 0) or 0
+    # Llama 4 gives each expert a copy of all tokens, scaled, and sums as many outputs.
+    copies = 3 * text.get("num_local_experts", 0) if text.get("model_type") == "llama4_text" else 0
+    return int(itemsize * (hidden * (8 + 2 * top_k + copies) + 3 * wide))
+
+
+def kv_cache_nbytes(config: dict[str, Any], context: int, itemsize: int, *, is_coded: bool = False) -> int:
+    """Keys and values of `context` tokens of one request; an upper bound for sliding, shared or compressed layers.
+    `is_coded`: in 8 bits (model/kv_codes.py), and those of one layer as numbers, which a prompt's attention reads.
+    """
+    text = _text_of(config)
+    heads = text.get("num_attention_heads", text.get("num_heads", 1))
+    hidden = text.get("hidden_size", 0)
+    size = text.get("head_dim") or hidden // max(1, heads)
+    key_size = text.get("qk_nope_head_dim", 0) + text.get("qk_rope_head_dim", 0) or size
+    value_size = text.get("v_head_dim") or size
+    kv_heads = heads if "kv_lora_rank" in text else text.get("num_key_value_heads") or heads
+    layers = text.get("num_hidden_layers", text.get("num_layers", 0))
+    width = kv_heads * (key_size + value_size)
+    if not is_coded:
+        return layers * width * context * itemsize
+    return (layers * (width + kv_heads * 2 * STEP_NBYTES) + width * (itemsize + 2)) * context

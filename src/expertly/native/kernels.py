@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -26,9 +26,6 @@ from expertly.core.messages import Span
 from expertly.core.resources import granted_cpus
 from expertly.formats.gguf import grids
 from expertly.native.activations import Activation
-
-if TYPE_CHECKING:
-    from expertly.native.triton_slots import SlotProducts
 
 VARIABLE = "EXPERTLY_KERNELS"
 """The environment's choice: "auto", "torch", or an instruction set of the compiled products."""
@@ -372,8 +369,8 @@ class Kernels:
             return TASK_TOKENS
         return _MAX_FLOAT32_TOKENS if dtype == torch.float32 else TASK_TOKENS
 
-    def slots(self, *layer: Any) -> SlotProducts | None:
-        """An accelerator's kernels over the slots of a layer, which SlotProducts describes; None: torch's."""
+    def slots(self, *layer: Any) -> Any:
+        """An accelerator's kernels over a layer's slots, which triton_slots.SlotProducts describes; None: torch's."""
         return None
 
     def facts(self) -> dict[str, str | int]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from expertly.core.errors import BudgetError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.base import NO_OPTIONS, Policy, PolicyOptions
 from expertly.policies.known import NOTHING, Known
-
-if TYPE_CHECKING:
-    from expertly.policies.moepic import Timing
 
 
 class Allocation(Policy, ABC):
@@ -59,8 +56,10 @@ class Allocation(Policy, ABC):
         """Whether it waits for `configure`."""
         return False
 
-    def configure(self, timing: Timing) -> None:
-        """Between passes: what layers keep is to be worked out with these times, while the layers that follow run."""
+    def configure(self, timing: Any) -> None:
+        """Between passes: what layers keep is to be worked out with these times (a moepic.Timing), while layers
+        run.
+        """
         raise NotImplementedError
 
     def ran(self, router: RouterRan, recall: Callable[[int], float]) -> list[int] | None:

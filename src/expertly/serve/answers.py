@@ -75,7 +75,7 @@ class ChatAnswer(_Answer):
         chunks = []
         if delta.index not in self._num_calls:
             self._num_calls[delta.index] = 0
-            chunks.append(self._told(delta.index, {"role": "assistant", "content": ""}))
+            chunks.append(self._delta(delta.index, {"role": "assistant", "content": ""}))
         parts = self.request.parts(delta)
         if delta.choices and not any(part.kind == "content" for part in parts):
             parts.append(AnswerPart("content"))  # tokens without text have log probabilities as well
@@ -84,10 +84,10 @@ class ChatAnswer(_Answer):
             logprobs = None
             if part.kind == "content":
                 logprobs, untold = self._logprobs(untold), ()
-            chunks.append(self._told(delta.index, self._of_part(delta.index, part), logprobs))
+            chunks.append(self._delta(delta.index, self._of_part(delta.index, part), logprobs))
         if delta.reason is not None:
             reason = _reason(delta, self._num_calls[delta.index])
-            chunks.append(self._told(delta.index, {}, reason=reason))
+            chunks.append(self._delta(delta.index, {}, reason=reason))
         return chunks
 
     def _of_part(self, index: int, part: AnswerPart) -> Json:
@@ -115,7 +115,7 @@ class ChatAnswer(_Answer):
         reason = _reason(deltas[-1], len(calls))
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def _told(self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
+    def _delta(self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
         return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
     def _logprobs(self, choices: Sequence[SampledToken]) -> Json | None:

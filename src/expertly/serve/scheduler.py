@@ -82,7 +82,7 @@ class RequestScheduler:
         self.running: dict[str, Text] = {}
         self.is_draining = False
         self.num_failed_steps = 0
-        self.sampler = Sampler(self.told)
+        self.sampler = Sampler(self.sampled)
         self._stepper: Stepper | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._problem: str | None = None
@@ -146,7 +146,7 @@ class RequestScheduler:
         for request in (*self.waiting, *dict.fromkeys(text.request for text in self.running.values())):
             self._fail(request, unavailable(_SHUTTING_DOWN, "draining"))
 
-    def told(self, choices: Sequence[tuple[str, SampledToken]]) -> None:
+    def sampled(self, choices: Sequence[tuple[str, SampledToken]]) -> None:
         self._later(self._take, choices)
 
     def failed(self, of_step: Sequence[str], unharmed: Sequence[str], error: BaseException) -> None:

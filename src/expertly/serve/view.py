@@ -118,7 +118,7 @@ class View(Collector):
         placement = getattr(self._executor, "placement", None)
         rows = [[0] * layer.num_experts for layer in self._executor.geometry.layers]
         present = [self._executor.shard.scheduler.cache.residency()]
-        present += [worker.told["resident"] for worker in self._executor.remotes]
+        present += [worker.report["resident"] for worker in self._executor.remotes]
         for number, of_device in enumerate(present):
             left = iter(of_device)
             for layer, row in enumerate(rows):

@@ -34,7 +34,7 @@ class TrainingPart:
         self._trace = trace
         self._spans = list(spans)
         self._filled: dict[_Key, Predictor] = {}  # as they are before a run
-        self._found: dict[_Key, object] = {}  # by a policy's training
+        self._taught: dict[_Key, object] = {}  # by a policy's training
 
     def predictor(
         self, system: System, geometry: Geometry, known: Known, progress: Callable[[int, int], None] | None = None
@@ -71,9 +71,9 @@ class TrainingPart:
             if training is None:
                 continue
             key = (policy, *(_prediction_key(system) if isinstance(training, UsageTraining) else ()))
-            if key not in self._found:
-                self._found[key] = self._look(training, system, geometry, known)
-            known = known.giving(self._found[key])
+            if key not in self._taught:
+                self._taught[key] = self._look(training, system, geometry, known)
+            known = known.giving(self._taught[key])
         return known
 
     def _look(self, training: RoutingObserver, system: System, geometry: Geometry, known: Known) -> object:
