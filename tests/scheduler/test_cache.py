@@ -73,17 +73,43 @@ def test_size_classes_never_mix() -> None:
         control.cache.resize(quotas)
 
 
-def test_as_many_kept_experts_lose_to_others_of_their_layer_as_can_be_staged() -> None:
-    """0 and 1 are worth less than 2 and 3; all are needed. One can wait in the only staging slot until it is computed,
-    so the other stays, and 2 passes through that slot.
+@pytest.mark.parametrize("is_predicted", [False, True])
+def test_as_many_kept_experts_lose_to_others_of_their_layer_as_can_be_staged(is_predicted: bool) -> None:
+    """0 and 1 are worth less than 2 and 3; all are needed. One can wait in the only free staging slot until it is
+    computed, so the other stays, and 2 passes through that slot. A predicted expert of layer 1 may have another one.
     """
-    shape, budget = geometry(layers=1, experts=8, top_k=4), Budget(0, (1,), (2,), (2,))
-    control = CheckedScheduler(shape, budget, lambda capacity, layers: LFU(), admission="best")
+    shape, budget = geometry(layers=2, experts=8, top_k=4), Budget(0, (1 + is_predicted,), (2,), (2, 0))
+    control = CheckedScheduler(shape, budget, lambda capacity, layers: LFU(), admission="best", ahead="staging")
     run_layer(control, 0, [0, 1])
     run(control, RouterRan(0, [2, 3], [5, 5], [True, True], 5))
     assert kept(control, 0) == {0, 1}, "nothing was known of 2 and 3"
+    if is_predicted:
+        control.predict(prediction(1, [5]))
+        (span,) = control.prefetch()
+        control.loaded(span)
     assert run_layer(control, 0, [0, 1, 2, 3]).computed.keys() == {0, 1, 2, 3}
     assert kept(control, 0) == {1, 3}
+
+
+def test_nothing_is_evicted_where_that_makes_too_little_room() -> None:
+    cache = four_kept_of_two_layers().cache
+    assert cache.make_room(0, 2, {0, 1, 2}) == 0 and cache.residency()[:4] == [1] * 4
+    assert cache.make_room(0, 2, {0, 1}) == 2 and cache.residency()[:4] == [1, 1, 0, 0]
+
+
+def test_an_expert_that_only_pads_chose_evicts_nothing() -> None:
+    control = scheduler(geometry(layers=1, experts=8, top_k=2), 4 / 8, "on-demand")
+    run_layer(control, 0, [0, 1], decode=False)
+    run(control, RouterRan(0, [2, 3], [0, 1], [False, False], 1))
+    assert kept(control, 0) == {1, 3}, "the prompt's evicts"
+
+
+def test_a_prompt_fills_no_more_than_its_layers_quota_of_a_shared_cache() -> None:
+    control = made(geometry(layers=2, experts=8, top_k=2), [2, 2], 2, scope="global")
+    run_layer(control, 0, [0, 1, 2, 3], tokens=[1, 2, 3, 4], decode=False)
+    assert kept(control, 0) == {2, 3}, "the busiest; decode could have had the whole cache"
+    run_layer(control, 0, [0])
+    assert kept(control, 0) == {0, 2, 3}
 
 
 class Listening(RandomQuotas):

@@ -37,6 +37,49 @@ def test_what_is_predicted_and_there_is_not_evicted_for_what_is_less_likely() ->
     assert control.prefetch() == [] and kept_experts(control) == {8, 9}
 
 
+def test_no_more_units_are_prefetched_at_a_time_than_a_token_needs() -> None:
+    """Experts have two; of 0 one is there: it is brought alone, as 5 would make three."""
+    control = made(geometry(layers=2, experts=8, top_k=1, segments=2), [0, 3], 8, ahead="staging")
+    for expert in (0, 1):
+        run(control, one_token(1, [expert]))
+    control.predict(prediction(1, [0, 5, 6]))
+    (span,) = control.prefetch()
+    assert (span.expert, span.segment) == (0, 1)
+    control.loaded(span)
+    assert [span.expert for span in control.prefetch()] == [5, 5]
+
+
+def test_nothing_is_prefetched_while_a_load_waits_for_a_slot() -> None:
+    """Two staging slots for three experts that nothing keeps: the freed one is the third's. Then 5 evicts."""
+    control = made(geometry(layers=2, experts=8, top_k=3), [0, 2], 2)
+    run(control, one_token(1, [0, 1]))
+    control.predict(prediction(1, [5]))
+    plan = control.begin_layer(one_token(0, [0, 1, 2]))
+    assert [span.expert for span in plan.loads] == [0, 1] and control.prefetch() == []
+    control.loaded(plan.loads[0])
+    assert [span.expert for span in control.computed(plan.loads[:1])] == [2]
+    assert [span.expert for span in control.prefetch()] == [5]
+
+
+def test_a_prefetch_that_is_taken_back_was_not_loaded() -> None:
+    shape = geometry(layers=2, experts=8, top_k=1)
+    control = made(shape, [2, 2], 1)
+    control.predict(prediction(1, [5]))
+    control.begin_layer(one_token(1, [0]), control.prefetch())
+    decode = control.counters[1].decode
+    assert (decode.prefetched_nbytes, decode.loaded_nbytes) == (0, shape.unit_nbytes[1])
+
+
+def test_what_a_prompt_has_no_room_for_is_prefetched_when_decode_may_evict() -> None:
+    control = made(geometry(layers=2, experts=8, top_k=1), [0, 2], 1)
+    for router in (one_token(1, [0]), one_token(1, [1]), one_token(0, [3], decode=False)):
+        run(control, router)
+    control.predict(prediction(1, [5]))
+    assert control.prefetch() == [] and kept_experts(control) == {8, 9}
+    run(control, one_token(0, [3]))
+    assert [span.expert for span in control.prefetch()] == [5] and kept_experts(control) == {9, 13}
+
+
 def test_predicted_probabilities_decide_what_is_evicted() -> None:
     """One cache of four over two layers; the second map of layer 0 makes 1 likelier than 0; the third says nothing."""
     shape, budget = geometry(layers=2, experts=4, top_k=2), Budget(0, (2,), (4,), (2, 2))
