@@ -14,8 +14,8 @@ BENCH = Path(__file__).resolve().parent.parent / "bench"
     ("system", "memory", "files", "calls", "of"),
     [
         ("resident", "100%", 8, 9, "_of_each_layer"),
-        ("lru", "25%", 12, 60, "_of_two_loads"),
-        ("expertly", "25%", 12, 60, "_of_two_loads"),
+        ("lru", "25%", 12, 70, "_of_two_loads"),  # 56 and 60, and ten more where every load comes late
+        ("expertly", "25%", 12, 72, "_of_two_loads"),
     ],
 )
 def test_one_step(monkeypatch: pytest.MonkeyPatch, system: str, memory: str, files: int, calls: int, of: str):
@@ -23,10 +23,7 @@ def test_one_step(monkeypatch: pytest.MonkeyPatch, system: str, memory: str, fil
     from bench import walk
 
     before = sys.getprofile()
-    for _ in range(4):  # a disk that is asked for much else is slow for every layer
-        row = walk.run(system, memory, 32, told=False)
-        assert sys.getprofile() is before
-        if of != "_of_two_loads" or row[f"calls{of}"] <= calls:
-            break
+    row = walk.run(system, memory, 32, told=False)
+    assert sys.getprofile() is before
     assert 0 < row[f"files{of}"] <= files
     assert 0 < row["calls" if of == "_of_each_layer" else f"calls{of}"] <= calls
