@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +115,11 @@ def passes(family: str = "qwen3_moe", **limits: Any) -> Iterator[Passes]:
             made.close()
 
 
-def alone(folder: Path, text: Sequence[int], num_tokens: int, about: bytes = b"model") -> tuple[list[int], int]:
+def written_alone(
+    family: str, folder: Path, text: Sequence[int], num_tokens: int, about: bytes = b"model"
+) -> tuple[list[int], int]:
     """What a new batch writes behind a text, and how much of that it found in pages that are kept in `folder`."""
-    with passes(num_pages=20, pages=KeptPages(folder, 1 << 20, about)) as made:
+    with passes(family, num_pages=20, pages=KeptPages(folder, 1 << 20, about)) as made:
         made.ask("alone", text, num_tokens)
         made.wait()
     return made.tokens["alone"], made.cached["alone"]
@@ -127,8 +129,11 @@ def drawn(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(4, VOCAB_SIZE), k=length)
 
 
+FAMILIES = pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # of the second, half of the layers slide
+
+
 @pytest.mark.parametrize("seed", seeds(2, 4))
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # shares pages of prompts; half of its layers slide
+@FAMILIES
 def test_texts_are_those_of_generate_however_few_pages_there_are(family: str, seed: int) -> None:
     draw = random.Random(seed)
     begun = [drawn(20, 9), drawn(45, 8)]  # many begin alike
@@ -306,11 +311,12 @@ def test_parts_take_no_longer_where_tokens_do_that_have_much_before_them() -> No
 
 
 @keeps_all
+@FAMILIES
 @pytest.mark.parametrize("written", range(1, 2 * PAGE, 3))
 @pytest.mark.parametrize("is_preempted", [False, True])
-def test_a_second_turn_reads_what_is_new_and_at_most_a_page(written: int, is_preempted: bool) -> None:
+def test_a_second_turn_reads_what_is_new_and_at_most_a_page(family: str, written: int, is_preempted: bool) -> None:
     first = drawn(130, 0)
-    with passes(num_pages=36) as made:  # "old" has 19 when "first" takes the other 17, and soon needs one more
+    with passes(family, num_pages=36) as made:  # "old" has 19 when "first" takes the other 17, and soon needs one more
         made.ask("old", drawn(150, 7), 6 * PAGE if is_preempted else 1)
         made.before = lambda number: made.ask("first", first, written) if number == 3 else None
         made.wait()
@@ -366,13 +372,14 @@ def test_texts_that_share_more_than_a_pass_may_read_take_turns_with_others() -> 
         assert made.batch.num_preempted() == 0
 
 
-def test_what_was_read_and_written_is_found_on_disk_after_a_restart(tmp_path: Path) -> None:
+@FAMILIES
+def test_what_was_read_and_written_is_found_on_disk_after_a_restart(family: str, tmp_path: Path) -> None:
     """All but the last page of it, and the new tokens: texts are those of `generate`."""
-    model, prompt, turns = tiny("qwen3_moe"), drawn(50, 1), [drawn(5, 2), drawn(9, 3)]
+    prompt, turns, alone = drawn(50, 1), [drawn(5, 2), drawn(9, 3)], partial(written_alone, family)
     said: list[int] = []
     for number, more in enumerate(turns):
         text = [*prompt, *said, *more]
-        expected = generate(model, [text], 20)[0]
+        expected = generate(tiny(family), [text], 20)[0]
         written, num_cached = alone(tmp_path / "kv", text, 20)
         assert written == expected
         before = len(prompt) + len(said) if number else 0

@@ -24,7 +24,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError
 from expertly.model.generation import KeptCache, generation_config
 from expertly.model.hooks import CACHE
-from expertly.model.kv_codes import use_coded_pages
+from expertly.model.pages import use_pages
 from expertly.model.structure import first_line
 from expertly.model.turns import Turns
 from expertly.store.pages import KeptPages
@@ -214,7 +214,7 @@ class Batch:
         greedy = _greedy_config(self._model, 1)
         greedy.eos_token_id = -1 if greedy.eos_token_id is None else greedy.eos_token_id  # each request has its own
         manager = self._model.init_continuous_batching(greedy, config)
-        use_coded_pages(self._model, manager)
+        use_pages(self._model, manager)
         manager.logit_processor = self._processor
         self._processor.has_run = False
         manager.start()

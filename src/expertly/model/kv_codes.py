@@ -11,17 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from expertly.core.errors import ConfigError
-from expertly.model.hooks import CACHE, Altered, RoomyLayer, become, give_room, passes_of
+from expertly.model.hooks import CACHE, RoomyLayer, become, give_room, passes_of
 from expertly.native.kernels import STEP_NBYTES
 from expertly.policies.learned import MAX_LAYERS, Arrays, LearnedState, ModelShape, Sizes, Tensor
 
@@ -107,12 +104,12 @@ class KeyFactors(LearnedState):
 # -- the cache of `generate` -------------------------------------------------------------------------------------------
 
 
-def _coded(update: Callable[..., Any], factors_for: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def coded(update: Callable[..., Any], factors_for: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """An `update` of keys and values that keeps their codes, and gives all as numbers; of codes, as codes.
     `factors_for`: of what it is called with, keys' factors.
     """
 
-    def coded(
+    def update_codes(
         self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if key_states.dtype == torch.uint8:
@@ -121,7 +118,7 @@ def _coded(update: Callable[..., Any], factors_for: Callable[..., torch.Tensor])
         keys, values = update(self, encoded(key_states, factors), encoded(value_states), *args, **kwargs)
         return decoded(keys, key_states.dtype, factors), decoded(values, value_states.dtype)
 
-    return coded
+    return update_codes
 
 
 def _of_heads(layer: Any, *args: Any) -> torch.Tensor:
@@ -132,13 +129,13 @@ def _of_heads(layer: Any, *args: Any) -> torch.Tensor:
 class CodedLayer(RoomyLayer):
     """A layer of a KV cache that keeps codes, in memory with room for more tokens."""
 
-    update = _coded(RoomyLayer.update, _of_heads)
+    update = coded(RoomyLayer.update, _of_heads)
 
 
 class CodedSlidingLayer(DynamicSlidingWindowLayer):
     """The same of the last tokens alone, without room."""
 
-    update = _coded(DynamicSlidingWindowLayer.update, _of_heads)
+    update = coded(DynamicSlidingWindowLayer.update, _of_heads)
 
 
 _KINDS: dict[type, type] = {DynamicLayer: CodedLayer, DynamicSlidingWindowLayer: CodedSlidingLayer}
@@ -146,7 +143,7 @@ _KINDS: dict[type, type] = {DynamicLayer: CodedLayer, DynamicSlidingWindowLayer:
 _WITHOUT_KEYS = "LinearAttentionLayer"
 """A kind of layer whose state does not grow; not in transformers 5.17."""
 
-_ACCEPTED = "accepted: no kv"
+ACCEPTED = "accepted: no kv"
 
 
 def _encode_cache(factors: KeyFactors, cache: Any) -> None:
@@ -169,7 +166,7 @@ def use_kv_codes(model: Any, factors: KeyFactors, tokenizer: Any, most_tokens: i
     kinds = {type(layer).__name__ for layer in plain.layers if type(layer) not in _KINDS} - {_WITHOUT_KEYS}
     if kinds:
         named = ", ".join(sorted(kinds))
-        raise ConfigError(f"kv='8bit': the cache of {model.config.model_type} has {named}; {_ACCEPTED}")
+        raise ConfigError(f"kv='8bit': the cache of {model.config.model_type} has {named}; {ACCEPTED}")
     if not factors.of_layers:
         vocabulary = int(model.get_input_embeddings().num_embeddings)
         tokens = tokenizer(TEXT)["input_ids"] if tokenizer is not None else range(NUM_TOKENS)
@@ -195,7 +192,7 @@ def _measure(model: Any, factors: KeyFactors, tokens: Sequence[int], plain: Any)
         passes_of(model).give_room = give_room
     if not any(type(layer) in _KINDS.values() and layer.is_initialized for layer in coded.layers):
         raise ConfigError(
-            f"kv='8bit': {model.config.model_type} keeps nothing in transformers' DynamicCache; {_ACCEPTED}"
+            f"kv='8bit': {model.config.model_type} keeps nothing in transformers' DynamicCache; {ACCEPTED}"
         )
     p, q = (part.float().log_softmax(-1) for part in (expected, made))
     factors.divergence = max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))
@@ -206,38 +203,6 @@ def _logits(model: Any, tokens: Sequence[int], cache: Any) -> torch.Tensor:
     ids = torch.tensor([list(tokens)], device=model.device)
     with torch.no_grad():
         return model(ids, use_cache=True, **{CACHE: cache}, **last).logits[0, -_NUM_COMPARED:]
-
-
-# -- the paged cache of continuous batching ----------------------------------------------------------------------------
-
-
-def use_coded_pages(model: Any, manager: Any) -> None:
-    """Have a manager of continuous batching keep the keys and values of a model as the model says. Raises ConfigError
-    with a transformers that cannot.
-    """
-    factors: KeyFactors | None = getattr(model, "_expertly_kv_codes", None)
-    if factors is None:
-        return
-    if "cache_allocators" not in PagedAttentionCache.__init__.__code__.co_names:
-        raise ConfigError(f"kv='8bit': transformers {transformers.__version__} has other pages; {_ACCEPTED}")
-    make = type(manager)._create_batch_processor
-    names = {**make.__globals__, "PagedAttentionCache": partial(_coded_pages, factors)}
-    manager._create_batch_processor = MethodType(FunctionType(make.__code__, names), manager)
-
-
-def _coded_pages(factors: KeyFactors, *, config: Any, dtype: torch.dtype, **more: Any) -> PagedAttentionCache:
-    from transformers.generation.continuous_batching.utils import find_head_dim  # not in transformers 5.17
-
-    wider: Any = Altered(config, head_dim=find_head_dim(config) + STEP_NBYTES)  # heads with room for a step
-    cache = PagedAttentionCache(config=wider, dtype=torch.uint8, **more)
-    cache.config, cache.dtype = config, dtype
-    allocators: Any = cache.cache_allocators.values()
-    for allocator in allocators:
-        kind = type(allocator)  # for layers of one kind of attention; its tokens are [n, heads, D]
-        update = _coded(kind.update, lambda self, layer, *indices: self._expertly_factors[layer])
-        allocator.__class__ = type(kind.__name__, (kind,), {"update": update})
-        allocator._expertly_factors = factors.of_layers
-    return cache
 
 
 def digest_of(model: Any) -> str:

@@ -14,11 +14,8 @@ from itertools import islice, takewhile
 from typing import Any
 
 import torch
-import transformers
 from transformers.generation.continuous_batching import RequestState, RequestStatus, Scheduler
-from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
-from expertly.model.kv_codes import digest_of
 from expertly.store.pages import NUM_READERS, KeptPages
 
 SHORT_TOKENS = 16
@@ -108,8 +105,8 @@ class Turns(Scheduler):  # type: ignore[misc]
         self._during: list[str] = []  # who was active during it
         self._has_company = False  # others wrote since the prompts that are being read began
         self._is_oldests_turn = False  # of long prompts, the last parts were first of the oldest, not of the shortest
-        # none in transformers 5.17, which counts kept pages as free and drops them itself
-        self._allocators: list[Any] = list(getattr(self.cache, "cache_allocators", {}).values())
+        # none in transformers 5.17, which counts kept pages as free and drops them itself; only the first has pages
+        self._allocators: list[Any] = list(getattr(self.cache, "cache_allocators", {}).values())[:1]
         self._page_tokens = self._allocators[0].tokens_per_page if self._allocators else self.cache.block_size
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any], bool, int, int]:
@@ -317,15 +314,6 @@ def _read(pages: KeptPages, name: str, memory: torch.Tensor) -> bool:
     is_read = pages.read(name, content.numpy().data)
     memory.copy_(content)
     return is_read
-
-
-def kind_of_pages(model: Any) -> str | None:
-    """What the layout of a page depends on beside the model; None where pages are not those of the tokens before them
-    alone, or not all alike.
-    """
-    groups: Any = group_layers_by_attn_type(model.config.get_text_config())
-    are_alike = isinstance(groups, dict) and list(groups) == ["full_attention"]
-    return f"transformers {transformers.__version__} {digest_of(model)}" if are_alike else None
 
 
 def _by_age(states: Iterable[RequestState]) -> list[RequestState]:

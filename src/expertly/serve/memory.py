@@ -13,7 +13,7 @@ from expertly.core.files import json_bytes
 from expertly.core.resources import parse_size
 from expertly.engine.memory import DEFAULT_CONTEXT, SharedCache
 from expertly.engine.worker import store_facts
-from expertly.model.turns import kind_of_pages
+from expertly.model.pages import kind_of_pages
 from expertly.serve.scheduler import Room
 from expertly.serve.settings import ServeOptions
 from expertly.store.cache import pages_beside
