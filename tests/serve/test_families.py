@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from expertly.serve.server import open_server
 from expertly.serve.settings import ServeOptions
 from tests.families import fill_with_nan, load_reference, make_checkpoint
 from tests.serve.conftest import greedy, room_for, served
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
@@ -83,6 +85,33 @@ def test_a_second_turn_reads_only_what_is_new(family: str, tmp_path: Path) -> No
             assert ask([*second[:90], 7, 8])[1] == 2
         ask([9, 8, 7, 6])
         ask(second)
+    expertly.unload(model)
+
+
+def test_who_goes_while_a_prompt_is_read_ends_it_at_the_next_layer(tmp_path: Path) -> None:
+    """Where requests run one at a time, and a prompt is read in one pass."""
+    folder = make_checkpoint("deepseek_v3", tmp_path / "model", tokenizer=True)
+    model, tokenizer = expertly.load(str(folder), memory="50%", device="cpu", dtype="float32")
+    executor = expertly.api.handle(model).engine.executor  # type: ignore[attr-defined]
+    run_layer, begun, layers = executor.run_layer, threading.Event(), list[int]()
+    with served(model, tokenizer, room_for(context=256, max_running=4), name="demo") as serving:
+
+        def slow(work: Any, *more: Any) -> Any:
+            layers.append(work.router.layer)
+            if not begun.is_set():
+                begun.set()
+                until(lambda: not serving.scheduler.running)
+            return run_layer(work, *more)
+
+        expected = greedy(load_reference(folder), tokenizer, "ask", 2)
+        executor.run_layer = slow
+        body = {"model": "demo", "prompt": [5] * 200, "max_tokens": 20}
+        connection = HTTPConnection(serving.url.removeprefix("http://"))
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        assert begun.wait(60)
+        connection.close()
+        assert serving.complete("ask", 2).choices[0].text == expected
+        assert layers[:3] == [0, 0, 1], "one of two layers of the prompt, then both of the next"
     expertly.unload(model)
 
 

@@ -73,7 +73,7 @@ def test_what_is_stated_for_experts_they_get_and_the_cache_gets_the_rest(store: 
     [
         ({"context": 99_999}, "at most the model's 1024"),
         ({"max_running": 5000}, "at most 256"),
-        ({"kv_tokens": 10}, "1056 or more, for one text of 1024"),
+        ({"kv_tokens": 10}, "1024 or more, for one text of 1024"),
     ],
 )
 def test_what_cannot_be_is_named(store: PackedStore, told: dict[str, int], says: str) -> None:

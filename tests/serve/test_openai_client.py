@@ -233,7 +233,6 @@ REFUSED: dict[str, Any] = {
             "grammar": 'root ::= "a"',
             "use_beam_search": True,
             "stop_token_ids": [9_000_000],
-            "min_tokens": 5,
             "top_k": 5.5,
             "reasoning_effort": "ultra",
             "top_logprobs": 2,

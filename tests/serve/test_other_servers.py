@@ -93,7 +93,7 @@ OWN = {
 """Fields of each API that others have not."""
 
 ASKS = (
-    "allowed_token_ids bad_words min_tokens prompt_logprobs truncate_prompt_tokens json_schema grammar guided_json"
+    "bad_words prompt_logprobs truncate_prompt_tokens json_schema grammar guided_json"
     " n_predict max_new_tokens typical_p mirostat repeat_penalty length_penalty no_repeat_ngram_size use_beam_search"
     " include_stop_str_in_output skip_special_tokens chat_template documents enable_thinking audio"
     " mcp_servers functions function_call background previous_response_id conversation suffix "
@@ -114,6 +114,21 @@ def test_a_field_that_would_change_the_answer_is_honoured_or_refused(demo: tuple
             assert post(serving, f"/v1/{path}", **WHOLE[path], **neutral, **of_client).status_code == 200
         got = post(serving, f"/v1/{path}", **WHOLE[path], ignore_eos=True).json()["usage"]
         assert got.get("output_tokens", got.get("completion_tokens")) == 4, "two words, and what would end them"
+
+
+def test_tokens_that_may_come_and_how_many_must(demo: tuple[Any, Any], serving: Serving) -> None:
+    tokenizer = demo[1]
+    likely = {str(tokenizer.eos_token_id): 100}
+    (sea, *_), allowed = tokenizer.encode(" sea", add_special_tokens=False), tokenizer.encode("the of")[:2]
+    for settings in ({}, {"temperature": 1, "seed": 3}):
+        got = serving.complete("The", 9, logit_bias=likely, extra_body={"min_tokens": 5}, **settings)
+        assert (got.usage.completion_tokens, got.choices[0].finish_reason) == (6, "stop"), "five, and the end"
+        got = serving.complete("The", 9, extra_body={"allowed_token_ids": allowed}, logprobs=0, **settings)
+        assert set(got.choices[0].logprobs.tokens) <= {tokenizer.decode([token]) for token in allowed}
+        only = {"min_tokens": 5, "allowed_token_ids": [tokenizer.eos_token_id]}
+        assert serving.complete("The", 9, extra_body=only, **settings).usage.completion_tokens == 1
+    biased = {"logit_bias": {str(sea): 100}, "stop": "sea"}
+    assert serving.complete("The", 9, **biased, extra_body={"min_tokens": 3}).choices[0].text == " sea sea sea "
 
 
 def test_a_grammar_ends_a_text_that_nothing_else_ends(demo: tuple[Any, Any], serving: Serving) -> None:

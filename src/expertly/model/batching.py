@@ -369,6 +369,9 @@ class OneAtATime:
                 self._num_cached.pop(entry.name, None)
                 if entry.name in self._wanted:
                     self._failed([entry.name], [], error)
+            self._model._expertly_runtime.is_unwanted = lambda: False
+            if entry.name not in self._wanted:  # nobody asks any more
+                self._num_cached.pop(entry.name, None)
             self._wanted.discard(entry.name)
 
     def _generate(self, entry: Entry) -> None:
@@ -376,15 +379,18 @@ class OneAtATime:
             scores = scores.float()
             return _force(scores, self._choose([entry.name], scores))
 
+        def is_unwanted() -> bool:
+            return self._is_closed or entry.name not in self._wanted
+
         def must_stop(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            ends = self._is_closed or entry.name not in self._wanted
-            return torch.full((input_ids.shape[0],), ends, device=input_ids.device, dtype=torch.bool)
+            return torch.full((input_ids.shape[0],), is_unwanted(), device=input_ids.device, dtype=torch.bool)
 
         config = _greedy_config(self._model, entry.max_new_tokens)
         config.eos_token_id = list(entry.end_tokens) or None
         config.return_dict_in_generate = True
         prompt = torch.tensor([list(entry.prompt)], device=self._model.device)
         cache, self._num_cached[entry.name] = self._kept.take(entry.prompt)
+        self._model._expertly_runtime.is_unwanted = is_unwanted
         made = self._model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),

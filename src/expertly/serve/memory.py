@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
-from math import lcm
 from typing import Any
 
 from expertly.api import Handle
@@ -39,7 +37,7 @@ def cache_for(options: ServeOptions, store: PackedStore) -> SharedCache:
         raise ConfigError(f"max_running={options.max_running}: accepted: at most {MAX_BATCH_TOKENS}")
     context = _context(options, store)
     text = store.config.get("text_config", store.config)
-    least = -(-context // PAGE_TOKENS) + _num_unaligned(text)
+    least = -(-context // PAGE_TOKENS)
     most = max(least, min(options.max_running * least, MAX_DEFAULT_CACHE // PAGE_TOKENS))
     if options.kv_tokens is not None:
         if -(-options.kv_tokens // PAGE_TOKENS) < least:
@@ -50,12 +48,6 @@ def cache_for(options: ServeOptions, store: PackedStore) -> SharedCache:
     least, most = ((pages + _PADDING_PAGES) * PAGE_TOKENS for pages in (least, most))
     host_nbytes = HOST_NBYTES + (WAITING_NBYTES if options.kv_disk else 0)
     return SharedCache(least, most, MAX_BATCH_TOKENS, num_masks, host_nbytes)
-
-
-def _num_unaligned(config: dict[str, Any]) -> int:
-    """Pages beyond a text's own: layers of each kind of attention divide runs of the cache, and leave a part."""
-    kinds = list(Counter(config.get("layer_types") or ()).values()) or [1]
-    return -(-len(kinds) * lcm(*kinds) // sum(kinds))
 
 
 def room_for(options: ServeOptions, loaded: Handle) -> Room:

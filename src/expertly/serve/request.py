@@ -83,7 +83,7 @@ class Text:
 
     def add(self, choice: SampledToken) -> Delta:
         self.tokens.append(choice.token)
-        is_scripted = len(self.tokens) <= len(self.sampling.script)
+        is_scripted = len(self.tokens) <= len(self.sampling.script) + self.sampling.min_tokens  # whatever it says
         is_end = choice.token in self.ends
         is_last = is_end or len(self.tokens) >= self.max_tokens
         came = "" if is_end else self._decoder.add([choice.token])

@@ -22,7 +22,7 @@ class Sampling:
     """A request's settings. `temperature` 0 is greedy; `top_k` 0 means all tokens; without a `seed` one is drawn.
     `logprobs`: how many alternatives each token is reported with, None for no report. `min_p`: tokens below this share
     of the likeliest one's probability are left out. `grammar`: what the text must follow, at its beginning. `script`:
-    tokens that the text begins with, whatever the model prefers.
+    tokens that it begins with, whatever the model prefers. `ends`: tokens that may end it, not before `min_tokens`.
     """
 
     temperature: float = 1.0
@@ -37,6 +37,9 @@ class Sampling:
     logprobs: int | None = None
     grammar: LLMatcher | None = None
     script: Sequence[int] = ()
+    ends: Sequence[int] = ()
+    min_tokens: int = 0
+    allowed_token_ids: Sequence[int] | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -44,8 +47,8 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        return bool(self.bias) or penalties != (0, 0, 1) or self.grammar is not None
+        numbers = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty, self.min_tokens)
+        return bool(self.bias or self.allowed_token_ids or self.grammar is not None) or numbers != (0, 0, 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,11 @@ def _adjusted(logits: torch.Tensor, state: _State) -> torch.Tensor:
     if state.bias is not None:
         ids, values = state.bias
         logits[ids.to(logits.device)] += values.to(logits)
+    if sum(state.counts.values()) < sampling.min_tokens:
+        logits[list(sampling.ends)] -= 1e4  # they may come where nothing else may
+    if sampling.allowed_token_ids:
+        ids = torch.tensor(sampling.allowed_token_ids, device=logits.device)
+        logits = torch.full_like(logits, -torch.inf).index_copy(0, ids, logits[ids])
     if state.grammar is not None:
         bias = bytearray(state.grammar.compute_logit_bias())  # 0: may not come next
         allowed = (torch.frombuffer(bias, dtype=torch.uint8) > 0).to(logits.device)

@@ -37,9 +37,7 @@ Name = Annotated[str, Field(max_length=256)]
 FunctionLabel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 Variables = Annotated[dict[str, Any], Field(max_length=64)]
 """Of the chat template."""
-
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
 
 NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 NEUTRAL: dict[str, tuple[Any, ...]] = {"skip_special_tokens": (None, True), "prompt_logprobs": (None,)}
@@ -95,12 +93,12 @@ CANNOT = {name: sentence for names, sentence in {
     "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict":
         "use max_tokens, of /v1/responses max_output_tokens",
     "n best_of logprobs top_logprobs prompt_logprobs echo": "use n and logprobs of /v1/chat/completions",
-    "min_tokens allowed_token_ids bad_words": "use logit_bias: -100 for what may not come, as the end of a text",
     "typical_p top_a tfs_z mirostat dry_multiplier xtc_probability no_repeat_ngram_size length_penalty repeat_penalty":
         "use temperature, top_p, top_k, min_p and repetition_penalty",
     "use_beam_search include_stop_str_in_output skip_special_tokens suffix truncate_prompt_tokens chat_template":
         "this server has only what is the default",
     "stop_sequences": "use stop",
+    "bad_words": "use logit_bias: -100 for what may not come",
     "thinking enable_thinking reasoning reasoning_effort chat_template_kwargs":
         "use reasoning_effort, output_config.effort or reasoning.effort, or chat_template_kwargs",
     "documents audio mcp_servers web_search_options": "this is a text model by itself; use messages and tools",
@@ -127,6 +125,8 @@ class Tuning(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # beside the model's own
     stop_token_ids: Annotated[list[Token], Field(max_length=256, fail_fast=True)] | None = None
+    min_tokens: Annotated[Whole, Field(ge=0)] | None = None
+    allowed_token_ids: Annotated[Tokens, Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None  # what would end a text does not; a grammar does
     cannot: ClassVar[dict[str, str]] = CANNOT
 
@@ -142,6 +142,8 @@ class Tuning(Strict):
             seed=None if self.seed is None else self.seed % 2**64,
             bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             logprobs=logprobs,
+            min_tokens=self.min_tokens or 0,
+            allowed_token_ids=self.allowed_token_ids,
         )
 
 
@@ -228,7 +230,6 @@ class TextPart(Strict):
 
 
 Content = str | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
-
 
 SHOWN = ("title", "url", "source", "context", "text", "content", "data", "stdout", "stderr", "error_code")
 """Of blocks that other servers made, and of documents: what the model is told."""

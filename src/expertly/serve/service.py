@@ -158,8 +158,8 @@ class Service:
         readers: Mapping[int, AnswerReader] | None = None,
         scores_prompt: bool = False,
     ) -> ServedRequest:
-        for name, tokens in (("logit_bias", list(sampling.bias)), ("stop_token_ids", asked.stop_token_ids)):
-            if tokens:
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            if tokens := [int(token) for token in getattr(asked, name) or ()]:
                 self.prompts.check_tokens(tokens, name)
         # a stop string that is a special token is no text, and found by its number
         special, is_endless = self.prompts.special_tokens, asked.ignore_eos and sampling.grammar is None
@@ -174,6 +174,6 @@ class Service:
             for number in range(asked.n or 1):
                 # the first text has the request's seed, the others seeds derived from it
                 seed = None if sampling.seed is None else (sampling.seed + number * 0x9E3779B97F4A7C15) % 2**64
-                of_text = replace(sampling, seed=seed, script=script)
+                of_text = replace(sampling, seed=seed, script=script, ends=ends)
                 request.add(begun, limit + len(script), ends, of_text, (*self._stops, *asked.stops))
         return request
