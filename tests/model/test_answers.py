@@ -239,6 +239,14 @@ def test_what_models_write_beside_their_templates(sign: str, text: str) -> None:
         ]
 
 
+@pytest.mark.parametrize(("channel", "kind"), [("analysis", "reasoning"), ("final", "content")])
+def test_a_text_before_the_mark_of_a_message_is_told_and_its_type_is_not(channel: str, kind: str) -> None:
+    form = AnswerFormat(format_of("<|channel|>", ()))
+    text = f"<|channel|>{channel} It rains.<|message|>Take a coat.<|end|>"
+    assert read(form, text) == [[kind, "It rains.\nTake a coat."]]
+    assert read(form, text.replace("It rains.", "text")) == [[kind, "Take a coat."]]
+
+
 @pytest.mark.parametrize(
     ("schema", "value", "expected"),
     [

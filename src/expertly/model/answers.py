@@ -29,7 +29,7 @@ _GEMMA = regex.compile(
 _GEMMA_QUOTE = regex.compile(r'<\|"\|>')
 _MESSAGE = regex.compile(  # the head of one in harmony
     r"(?<!\s)\s*+(?:<\|start\|>)?(?:assistant)?\s*+(?:to=(?P<to>[^\s<]++)\s*)?<\|channel\|>\s*(?P<channel>\w+)"
-    r"(?:\s+to=(?P<to>[^\s<]+))?[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+    r"(?:\s+to=(?P<to>[^\s<]+))?(?P<words>[^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"
 )
 _END_OF_MESSAGE = regex.compile(r"<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)")
 
@@ -283,6 +283,8 @@ class AnswerReader:
             else:
                 self._trims = True
                 take = self._reasoning if head["channel"] == "analysis" else self._content
+                if len(head["words"].split()) > 1:  # one is a type, as json
+                    take(f"{head['words']}\n")
                 yield from self._until(_END_OF_MESSAGE, take)
             self._sent = self._place
 
