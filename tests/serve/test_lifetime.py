@@ -127,7 +127,7 @@ def test_packing_is_told_and_memory_is_divided_as_load_divides_it(
         assert told[-1][0] == "packing" and told[-1][1] == told[-1][2] > 0
         reason = expertly.stats(assembled.model).memory_reason
         assert reason.startswith("total memory 100GiB") and "this process takes" in reason
-        assert assembled.service.scheduler.room.num_pages == 16 * (128 // 32 + 1)
+        assert assembled.service.scheduler.room.num_pages == 16 * (128 // 32)
     finally:
         assembled.service.close()
         expertly.unload(assembled.model)
