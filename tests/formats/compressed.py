@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families import make_model
+from tests.families import make_checkpoint
 from tests.model.checkpoints import in_groups, read_tensors, write_checkpoint
 
 Scheme = Mapping[str, Any]
@@ -17,7 +17,7 @@ Scheme = Mapping[str, Any]
 
 
 def make_compressed(
-    folder: Path, dtype: torch.dtype, *schemes: Scheme, static: bool = False, group: int = 128
+    folder: Path, dtype: torch.dtype, *schemes: Scheme, static: bool = False, group: int = 128, of_expert: int = 2
 ) -> tuple[Path, Path]:
     """qwen3_moe with its linear layers in the first scheme whose `targets` are in their names; and the decoded one.
     `static`: each has the scale of its activations, too.
@@ -26,8 +26,7 @@ def make_compressed(
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
-    source = folder.with_name(f"{folder.name}-source")
-    make_model(in_groups(group), dtype=dtype).save_pretrained(source)
+    source = make_checkpoint(in_groups(group, of_expert), folder.with_name(f"{folder.name}-source"), dtype=dtype)
     groups, decoded, tensors = {}, {}, {}
     for number, fields in enumerate(schemes):
         args = {
@@ -72,11 +71,9 @@ def _is_of(name: str, fields: Scheme) -> bool:
 def _scales(weight: torch.Tensor, args: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Scales and zero points that use all numbers, as observers choose them."""
     rows, columns = weight.shape
-    high, wide = {
-        "tensor": (rows, columns),
-        "channel": (1, columns),
-        "block": tuple(args.block_structure or ()),
-    }.get(args.strategy, (1, args.group_size))
+    high, wide = {"tensor": (rows, columns), "channel": (1, columns), "block": tuple(args.block_structure or ())}.get(
+        args.strategy, (1, args.group_size)
+    )
     padded = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % high))
     blocks = padded.reshape(-(-rows // high), high, -(-columns // wide), wide)
     low, top = blocks.amin((1, 3)), blocks.amax((1, 3))

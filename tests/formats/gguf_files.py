@@ -21,28 +21,12 @@ WORDS = [*_LETTERS, "ab", *(f"<{number}>" for number in range(VOCAB_SIZE - len(_
 ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "minimax_m2": "minimax-m2"}
 
 SCALES: dict[str, dict[int, float]] = {
-    "Q8_0": {0: 70},
-    "Q4_0": {0: 4.6},
-    "Q4_1": {0: 4.6, 2: -0.61},
-    "Q5_0": {0: 9.2},
-    "Q5_1": {0: 9.2, 2: -0.59},
-    "IQ4_NL": {0: 66},
-    "Q4_K": {0: 200, 2: 27},
-    "Q5_K": {0: 400, 2: 27},
-    "Q6_K": {208: 1350},
-    "Q2_K": {80: 15, 82: 10},
-    "Q3_K": {108: 42},
-    "IQ4_XS": {0: 1200},
-    "IQ2_XXS": {0: 66},
-    "IQ2_XS": {0: 66},
-    "IQ2_S": {0: 66},
-    "IQ3_XXS": {0: 150},
-    "IQ3_S": {0: 160},
-    "IQ1_S": {0: 7.5},
-    "IQ1_M": {0: 7.5},
-    "TQ1_0": {52: 0.8},
+    "Q8_0": {0: 70}, "Q4_0": {0: 4.6}, "Q4_1": {0: 4.6, 2: -0.61}, "Q5_0": {0: 9.2}, "Q5_1": {0: 9.2, 2: -0.59},
+    "IQ4_NL": {0: 66}, "Q4_K": {0: 200, 2: 27}, "Q5_K": {0: 400, 2: 27}, "Q6_K": {208: 1350}, "Q2_K": {80: 15, 82: 10},
+    "Q3_K": {108: 42}, "IQ4_XS": {0: 1200}, "IQ2_XXS": {0: 66}, "IQ2_XS": {0: 66}, "IQ2_S": {0: 66},
+    "IQ3_XXS": {0: 150}, "IQ3_S": {0: 160}, "IQ1_S": {0: 7.5}, "IQ1_M": {0: 7.5}, "TQ1_0": {52: 0.8},
     "TQ2_0": {64: 1.2},
-}
+}  # fmt: skip
 """Of a type the places of float16 numbers in a block, and by how much weights are larger. IQ1_M's lies in pieces."""
 
 

@@ -288,11 +288,7 @@ def _factors(short: list[float], long: list[float] | None = None, scale: float =
 
 
 def _latent_case(
-    architecture: str,
-    model_type: str,
-    fields: Values | None = None,
-    yarn: Values | None = None,
-    **metadata: Any,
+    architecture: str, model_type: str, fields: Values | None = None, yarn: Values | None = None, **metadata: Any
 ) -> Case:
     """`yarn`: what its rope_parameters have beside the usual of YaRN."""
     if yarn is not None:

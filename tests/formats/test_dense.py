@@ -243,12 +243,10 @@ OUTPUTS = {"hidden_size": 192, "moe_intermediate_size": 320, "shared_expert_inte
 KEPT = {"hidden_size": 128, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 448, "head_dim": 48}
 IN_BLOCKS: dict[str, tuple[str, Any, str, dict[str, Any], str | None]] = {
     "rows of 192, 320 and 448": ("qwen2_moe", 128, "weight_scale_inv", OUTPUTS, "float32"),
-    "blocks that are no squares": ("qwen3_moe", (64, 96), "weight_scale_inv", OUTPUTS, None),
+    "no squares, DeepSeek-V4's name": ("qwen3_moe", (64, 96), "scale", OUTPUTS, None),
     "a scale for each 32 of a row": ("qwen3_moe", (1, 32), "weight_scale_inv", OUTPUTS, None),
-    "by DeepSeek-V4's name": ("qwen3_moe", 48, "scale", OUTPUTS, None),
     "small layers": ("deepseek_v3", 48, "weight_scale_inv", {"hidden_size": 72, "moe_intermediate_size": 40}, None),
-    "kept": ("qwen2_moe", 128, "weight_scale_inv", KEPT, None),
-    "kept by the other name": ("qwen2_moe", 128, "weight_scale", KEPT, None),
+    "kept, by the other name": ("qwen2_moe", 128, "weight_scale", KEPT, None),
 }
 """Of each case the family, the block, the end of the scales' names, sizes, and the dtype that is asked for."""
 

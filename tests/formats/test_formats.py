@@ -35,21 +35,24 @@ from tests.model.checkpoints import (
     refused,
     set_config,
 )
-from tests.tables import IS_FULL
+from tests.tables import IS_FULL, crossed
 
 
 def test_every_format_is_tested() -> None:
     assert set(MATRICES) == set(FORMATS)
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "q2_k+iq4_nl+q3_k", "q8_0+iq2_s+nvfp4_global"])
-@pytest.mark.parametrize(("width", "hidden", "num_matrices"), SIZES)
+EVERY = [*FORMATS, "q2_k+iq4_nl+q3_k", "q8_0+iq2_s+nvfp4_global"]
+
+
+@pytest.mark.parametrize(("name", "sizes"), crossed(EVERY, SIZES[::2]) + crossed(EVERY, SIZES[1::2]))
 def test_packed_is_what_transformers_loads(
-    name: str, width: int, hidden: int, num_matrices: int, monkeypatch: pytest.MonkeyPatch
+    name: str, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Native decoding of every size: native/test_tiles.py."""
     monkeypatch.setattr(tiles, "_LEAST_SHARE", 1)  # blocks have padding, although they are small
-    form = expert_format(name)
-    blocks, weights = made(form, width, hidden, num_matrices)
+    form, num_matrices = expert_format(name), sizes[2]
+    blocks, weights = made(form, *sizes)
     width, _, hidden = weights.shape
     layer = form.geometry(LayerGeometry(8, 2, hidden, width, num_matrices, 2))
     assert blocks.shape == (width // layer.block_size, layer.block_nbytes) and blocks.nbytes == layer.expert_nbytes
@@ -93,8 +96,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Packed:
     return Packed(tmp_path_factory.mktemp("formats"), CHECKPOINTS)
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(CHECKPOINTS))
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize(
+    ("number", "name", "kernels"),
+    [
+        *((number, name, "auto") for number, name in enumerate(CHECKPOINTS)),
+        *((0, name, "torch") for name in [*CHECKPOINTS][:: 1 if IS_FULL else 2]),
+    ],
+)
 def test_tokens_and_logits_are_those_of_the_dequantised_model(
     number: int, name: str, kernels: str, checkpoints: Packed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

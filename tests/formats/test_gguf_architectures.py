@@ -69,10 +69,7 @@ def test_gemma4_has_its_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "key", "changed"),
-    [
-        ("gemma4", "final_logit_softcapping", {"final_logit_softcapping": None}),
-        ("mimo", "rope.freq_base_swa", {}),
-    ],
+    [("gemma4", "final_logit_softcapping", {"final_logit_softcapping": None}), ("mimo", "rope.freq_base_swa", {})],
 )
 def test_what_a_file_does_not_say_is_as_in_llama_cpp(
     name: str, key: str, changed: dict[str, Any], tmp_path: Path

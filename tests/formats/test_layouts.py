@@ -23,7 +23,7 @@ from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.store.packed import PackedStore
 from tests import every_family
-from tests.families import load_reference, make_model
+from tests.families import load_reference, make_checkpoint, make_model
 from tests.formats.compressed import make_compressed
 from tests.formats.references import assert_computes, library_checkpoint
 from tests.model.checkpoints import (
@@ -117,8 +117,7 @@ def changed(
     """qwen3_moe with what `make` (`by_name`: `make(name)`) makes of linear layers, tensors by ending and a decoded one;
     and the decoded model.
     """
-    source = folder.with_name(f"{folder.name}-source")
-    make_model(in_groups(128), dtype=dtype).save_pretrained(source)
+    source = make_checkpoint(in_groups(128, 2), folder.with_name(f"{folder.name}-source"), dtype=dtype)
     tensors, decoded = {}, {}
     for name, tensor in read_tensors(source).items():
         decoded[name] = tensors[name] = tensor
@@ -217,7 +216,7 @@ def test_modelopt_may_say_so_in_a_file_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("block", "scale"), crossed([128, 64, 0], ["_scale_inv", "_scale"]))
 def test_stacked_experts_in_fp8(block: int, scale: str, tmp_path: Path) -> None:
     """Of names without ".weight": blocks, or (0) one scale for each expert. Those of 128 and experts are kept."""
-    model = make_model(in_groups(128))
+    model = make_model(in_groups(128, 2))
     model.save_pretrained(tmp_path / "names")
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     source = write_checkpoint(tmp_path / "source", tensors, tmp_path / "names")
@@ -394,8 +393,7 @@ def mlx(weight: torch.Tensor, bits: int, size: int, dtype: torch.dtype) -> Any:
 
 def make_mlx(folder: Path, dtype: torch.dtype, bits: int, size: int = 64, **fields: Any) -> tuple[Path, Path]:
     """qwen3_moe as mlx-lm converts it: layers, tables and stacked experts; the router always in 8 bits."""
-    source = folder.with_name(f"{folder.name}-source")
-    make_model(in_groups(128), dtype=dtype).save_pretrained(source)
+    source = make_checkpoint(in_groups(128, 2), folder.with_name(f"{folder.name}-source"), dtype=dtype)
     decoded = read_tensors(source)
     tensors, stacks = {}, defaultdict(list)
     for name in sorted(decoded, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):

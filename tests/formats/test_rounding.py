@@ -21,15 +21,7 @@ from expertly.model.packing import pack
 from expertly.store.packed import PackedStore
 from tests.cli.asking import Captured, answer, refusal
 from tests.engine.observe import loaded
-from tests.families import (
-    FAMILIES,
-    Family,
-    generate,
-    load_reference,
-    logits_of,
-    make_checkpoint,
-    make_prompts,
-)
+from tests.families import FAMILIES, Family, generate, load_reference, logits_of, make_checkpoint, make_prompts
 from tests.model.checkpoints import change, make_mxfp4_checkpoint
 
 

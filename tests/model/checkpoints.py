@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def make_int4_checkpoint(
     from tests.formats.compressed import make_compressed
 
     scheme = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "format": "pack-quantized"}
-    return make_compressed(folder, dtype, scheme | {"scales": scales}, group=group)[0]
+    return make_compressed(folder, dtype, scheme | {"scales": scales}, group=group, of_expert=4)[0]
 
 
 def load_dequantised(source: Path, **options: Any) -> PreTrainedModel:
@@ -135,12 +136,13 @@ def load_dequantised(source: Path, **options: Any) -> PreTrainedModel:
     return model.to(model.dtype)  # experts were in that of their scales
 
 
-def in_groups(group: int) -> Family:
-    """qwen3_moe of sizes that are whole groups, its experts of 4."""
+@cache  # make_checkpoint knows a family again
+def in_groups(group: int, of_expert: int = 4) -> Family:
+    """qwen3_moe of sizes that are whole groups, its experts of `of_expert`."""
     head_dim = group // 4  # of 4 heads
     config = {
         "hidden_size": max(64, group),
-        "moe_intermediate_size": 4 * group,
+        "moe_intermediate_size": of_expert * group,
         "num_experts": NUM_EXPERTS,
         "num_experts_per_tok": 2,
         "head_dim": head_dim,

@@ -116,11 +116,7 @@ def with_stray_file(folder: Path) -> None:
 @pytest.mark.parametrize("change", [without_index, with_stray_file])
 @pytest.mark.parametrize("head_nbytes", [16, 1 << 20])
 def test_what_doctor_reads_is_what_is_packed(
-    hub: FakeHub,
-    change: Callable[[Path], None],
-    head_nbytes: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    hub: FakeHub, change: Callable[[Path], None], head_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long the headers are."""
     monkeypatch.setattr(hub_module, "_SHORT_HEAD_NBYTES", head_nbytes)

@@ -11,14 +11,7 @@ import torch
 from expertly.core.errors import CheckpointError
 from expertly.model.packing import pack
 from tests.engine.observe import loaded
-from tests.families import (
-    FAMILIES,
-    HIDDEN_SIZE,
-    INTERMEDIATE_SIZE,
-    logits_of,
-    make_checkpoint,
-    make_prompts,
-)
+from tests.families import FAMILIES, HIDDEN_SIZE, INTERMEDIATE_SIZE, logits_of, make_checkpoint, make_prompts
 from tests.formats.gguf_models import CASES, make_model
 from tests.model.checkpoints import assert_holds_what_transformers_loads, change, load_reference, refused
 
