@@ -23,7 +23,7 @@ def test_one_step(monkeypatch: pytest.MonkeyPatch, system: str, memory: str, fil
     from bench import walk
 
     before = sys.getprofile()
-    row = walk.run(system, memory, 32, told=False)
+    row = walk.run(system, memory, 16, told=False)
     assert sys.getprofile() is before
     assert 0 < row[f"files{of}"] <= files
     assert 0 < row["calls" if of == "_of_each_layer" else f"calls{of}"] <= calls

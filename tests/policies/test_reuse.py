@@ -24,15 +24,6 @@ SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)
 MODEL = ModelShape.of(SHAPE)
 
 
-SOURCE = Path(reuse.__file__).with_name("reuse.c")
-
-
-def compile_into(package: Path, *words: str) -> None:
-    (package / "policies").mkdir(parents=True)
-    arguments = ("gcc", *words, "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC")
-    subprocess.run([*arguments, "-o", package / "policies" / "_reuse.so", SOURCE], check=True)
-
-
 def prompt(layer: int, dice: random.Random, tokens: int = 40) -> RouterRan:
     counts = [dice.randint(1, 9) for _ in range(EXPERTS)]
     return RouterRan(layer, list(range(EXPERTS)), counts, [False] * EXPERTS, tokens)
@@ -91,13 +82,16 @@ def test_every_instruction_set_computes_the_same_bits(tmp_path: Path, monkeypatc
     """Layers of several sizes decode batches with pads among them; there are prompts and layers that a step leaves out,
     and in the middle both go on from what one of them learned.
     """
-    sizes, dice, models = (16, 5, 70, 130, 24, 64), random.Random(0), []
-    for name, words in (("fastest", ("-O3",)), ("plain", ("-O1", "-DFASTEST="))):  # what every processor has
-        compile_into(tmp_path / name, *words)
-        monkeypatch.setattr(core_compiled, "PACKAGE", tmp_path / name)
-        monkeypatch.setattr(reuse, "compiled_reuse", compiled_reuse.__wrapped__)
-        models.append(ReuseModel(ModelShape(sizes, (1,) * len(sizes))))
-    fastest, plain = models
+    sizes, dice = (16, 5, 70, 130, 24, 64), random.Random(0)
+    shape = ModelShape(sizes, (1,) * len(sizes))
+    fastest = ReuseModel(shape)
+    (tmp_path / "policies").mkdir()
+    arguments = ("gcc", "-O1", "-DFASTEST=", "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC")  # what all have
+    source = Path(reuse.__file__).with_name("reuse.c")
+    subprocess.run([*arguments, "-o", tmp_path / "policies" / "_reuse.so", source], check=True)
+    monkeypatch.setattr(core_compiled, "PACKAGE", tmp_path)
+    monkeypatch.setattr(reuse, "compiled_reuse", compiled_reuse.__wrapped__)
+    plain = ReuseModel(shape)
     for step in range(150):
         is_prompt, batch = step % 70 == 35, dice.choice([1, 1, 5])
         for layer, num in enumerate(sizes):
@@ -105,8 +99,8 @@ def test_every_instruction_set_computes_the_same_bits(tmp_path: Path, monkeypatc
             tokens = [1 if batch == 1 else dice.choice([0, 1, 1, 2]) for _ in experts]
             router = RouterRan(layer, experts, tokens, [not is_prompt] * len(experts), 40 if is_prompt else batch)
             if dice.random() < 0.98:
-                for model in models:
-                    model.observe(router)
+                fastest.observe(router)
+                plain.observe(router)
         np.testing.assert_array_equal(plain.worth(), fastest.worth())
         if step == 75:
             fastest.begin_with(plain)

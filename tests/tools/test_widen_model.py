@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tools"))  # scripts, which impo
 from inflate_model import InflateError, inflate
 from widen_model import Shape, widen
 
-SHAPE = Shape(1024, 128, 64, 8, 16, 2, 128)
+SHAPE = Shape(512, 128, 64, 8, 16, 2, 128)
 IDS = torch.arange(100, 140)[None]
 
 
