@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 import types
 from dataclasses import dataclass
@@ -100,8 +101,13 @@ def test_help_fits_a_screen(capsys, monkeypatch):
         assert len(told(capsys, command, "--help").splitlines()) <= 45
 
 
-def test_version(capsys):
+def test_version(capsys, monkeypatch):
+    """Of `expertly` and `python -m expertly`."""
     assert told(capsys, "--version") == f"expertly {__version__}\n"
+    monkeypatch.setattr(sys, "argv", ["expertly", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("expertly", run_name="__main__")
+    assert ended.value.code == 0
 
 
 def test_libraries_cannot_print_into_the_result(capsys):

@@ -24,6 +24,7 @@ from expertly.cli.chat import Chat, ChatSampling
 from expertly.cli.main import main
 from expertly.core.errors import ConfigError
 from tests.cli.asking import Captured
+from tests.commands import RunningCommand
 from tests.families import make_checkpoint, make_tokenizer, reference_generate
 
 TEMPLATE = (
@@ -217,13 +218,16 @@ def test_an_answer_without_a_length_that_was_asked_for_leaves_room_for_the_next_
 
 
 @pytest.mark.slow
-def test_at_a_terminal(chatting: Path, tmp_path: Path):
+def test_at_a_terminal(chatting: Path, imported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Pasted lines are one message, Ctrl-C stops an answer, Ctrl-D ends; what was measured stands in the terminal."""
-    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
-    words = (sys.executable, "-m", "expertly", "run", str(chatting), "--memory", "50%", "--max-new-tokens", "400")
-    running, own = pty.fork()
-    if running == 0:
-        os.execve(sys.executable, words, environment)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("TERM", "xterm")
+    own, its = pty.openpty()
+    terminal = Path(os.ttyname(its))
+    for name in ("stdout", "stderr"):
+        (tmp_path / name).symlink_to(terminal)
+    words = ("run", str(chatting), "--memory", "50%", "--max-new-tokens", "400")
+    running = RunningCommand(imported, tmp_path, words, tmp_path, stdin=terminal)
     shown = b""
 
     def until(word: bytes) -> bytes:
@@ -244,8 +248,9 @@ def test_at_a_terminal(chatting: Path, tmp_path: Path):
     assert b"typed meanwhile" not in until(b"| stopped]"), "it would stand in the answer"
     until(b"\x1b[?2004h")
     os.write(own, b"\x04")
-    assert os.waitpid(running, 0)[1] == 0
+    assert running.exit_code(60) == 0
     os.close(own)
+    os.close(its)
     assert (tmp_path / "expertly" / "history").read_text().endswith("\n+one\n+two\n")
 
 
