@@ -18,6 +18,7 @@ import torch
 from expertly.native import kernels as kernels_module
 from expertly.native.kernels import ACCEPTED, TASK_TOKENS, Kernels, libraries, spins_shortly
 from tests.native.exact import make_experts
+from tests.tables import IS_FULL
 
 AVAILABLE = libraries()
 
@@ -79,15 +80,14 @@ def test_rows_times_tokens(kernels: Kernels, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", range(1, TASK_TOKENS + 1))
-@pytest.mark.parametrize("num_inner", [1, 2])
-def test_experts_in_one_call(
-    kernels: Kernels, num_inner: int, num_tokens: int, set_threads: Callable[[int], None]
-) -> None:
+def test_experts_in_one_call(kernels: Kernels, num_tokens: int, set_threads: Callable[[int], None]) -> None:
     """Parts of two experts that share no tokens, or one, of tokens that lie in a wider tensor; for any number of
-    threads the same bits.
+    threads the same bits. Each number of tokens with a gate or without one, the other way by the next library.
     """
     dice = torch.Generator().manual_seed(num_tokens)
-    for dtype, (r, width) in product(dtypes(kernels), zip(NEURONS, (1, 33, 64, 2048, 96, 7, 500), strict=True)):
+    turn = num_tokens + [f"native {library.name}" for library in AVAILABLE].index(kernels.name)
+    sizes = [*zip(NEURONS, (1, 33, 64, 2048, 96, 7, 500), strict=True)]
+    for num_inner, dtype, (r, width) in product((1, 2) if IS_FULL else (1 + turn % 2,), dtypes(kernels), sizes):
         rows = values(dice, 2, r, num_inner + 1, width, dtype=dtype) / 8  # what is added is about as large as biases
         x = values(dice, num_tokens + 2, width + 3, dtype=dtype)[:, 3:] / width**0.5
         nbytes = (num_inner + 1) * width * dtype.itemsize, width * dtype.itemsize
