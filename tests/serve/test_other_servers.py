@@ -146,15 +146,15 @@ def test_a_grammar_ends_a_text_that_nothing_else_ends(demo: tuple[Any, Any], ser
         assert reasons == ["stop", "length"]
 
 
-@pytest.mark.parametrize("limit", [-1, None, 10**6, 10**12])
+@pytest.mark.parametrize("limit", [-1, None, 10**12])
 def test_a_limit_above_the_context_is_the_context(demo: tuple[Any, Any], limit: int | None) -> None:
-    with served(*demo, room_for(context=32, max_running=4)) as serving:
+    with served(*demo, room_for(context=24, max_running=4)) as serving:
         bias = {str(demo[1].eos_token_id): -100}
         for path, more in ("completions", {"prompt": "The sea"}), ("chat/completions", {"messages": SAID}):
             got = post(serving, f"/v1/{path}", **more, max_tokens=limit, logit_bias=bias).json()
-            assert got["usage"]["total_tokens"] == 32 and got["choices"][0]["finish_reason"] == "length"
+            assert got["usage"]["total_tokens"] == 24 and got["choices"][0]["finish_reason"] == "length"
         told = post(serving, "/v1/responses", input="Hello", max_output_tokens=limit, logit_bias=bias).json()
-        assert told["status"] == "incomplete" and told["usage"]["total_tokens"] == 32
+        assert told["status"] == "incomplete" and told["usage"]["total_tokens"] == 24
         error = post(serving, "/v1/completions", prompt=["a", "b"], n=3, max_tokens=limit).json()["error"]
         assert error["param"] == "n" and "6 texts at a time; accepted: 4" in error["message"]
 
