@@ -141,7 +141,8 @@ def reader_threads() -> list[str]:
     """Names of the threads that an engine started and has not ended."""
     compiled = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     named = [thread.name for thread in threading.enumerate()]
-    return [name for name in (*compiled, *named) if name.startswith("expertly-") and name != "expertly-team"]
+    others = "expertly-team", "expertly-serve"
+    return [name for name in (*compiled, *named) if name.startswith("expertly-") and not name.startswith(others)]
 
 
 def open_files(folder: Any) -> list[str]:
