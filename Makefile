@@ -133,7 +133,7 @@ ARM := build/arm
 $(ARM)/caller: $(wildcard src/expertly/native/*.[ch] tests/native/arm/*.[ch])
 	@mkdir -p $(ARM)
 	aarch64-linux-gnu-gcc -O2 -std=gnu11 -Wall -pthread -c -Dpread=pread_there -Dfstat=fstat_there -Dfcntl=fcntl_there -o $(ARM)/readers.o src/expertly/native/readers.c
-	aarch64-linux-gnu-gcc -O1 -std=gnu11 -Wall -pthread -rdynamic -o $@ tests/native/arm/caller.c src/expertly/native/products.c $(ARM)/readers.o -lm
+	aarch64-linux-gnu-gcc -O1 -std=gnu11 -Wall -pthread -rdynamic -o $@ tests/native/arm/caller.c src/expertly/native/products*.c $(ARM)/readers.o -lm
 	$(CC) -O2 -Wall -shared -fPIC -o $(ARM)/memory.so tests/native/arm/memory.c
 
 test-arm: $(STAMP) emulator

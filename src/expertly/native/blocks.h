@@ -6,13 +6,6 @@
  * is the package gguf (quants.py), whose grids are used.
  */
 
-/* Grids of 4 or 8 neighbouring numbers, more by 64; and for IQ4_NL and IQ4_XS the 16 values of a code, more by 128. */
-static struct {
-    uint8_t iq2_xxs[256][8], iq2_xs[512][8], iq2_s[1024][8], iq3_xxs[256][4], iq3_s[512][4];
-    uint8_t iq1_s[2048][8]; /* times 8, and 1 more */
-    uint8_t iq4_nl[16];
-} GRIDS;
-
 /* A block as it is read. */
 typedef struct {
     const uint8_t *block;
@@ -51,9 +44,6 @@ INLINE uint64_t eight_at(const void *p) {
     memcpy(&numbers, p, 8);
     return numbers;
 }
-
-/* Of eight bits, a byte of ones for each that is set. */
-static uint64_t SIGNS[256];
 
 /* Vectors of a word for each of eight units, of a long for each of four, and of what these are read from. */
 typedef uint32_t units_8 __attribute__((vector_size(32), aligned(1), may_alias));
@@ -156,9 +146,4 @@ INLINE uint32_t row_at(int format, const uint8_t *block, int i) {
     case IQ1_M: return block[i] | (block[32 + i / 2] << (8 - i % 2 * 4) & 0x700u);
     default: return block[2 + i]; /* IQ3_XXS */
     }
-}
-
-static __attribute__((constructor)) void signs_begin(void) {
-    for (uint32_t i = 0; i < 256; i++)
-        for (int k = 0; k < 8; k++) SIGNS[i] |= i >> k & 1 ? (uint64_t)255 << 8 * k : 0;
 }

@@ -14,8 +14,6 @@
  * inputs, one word has those at even places and the next those at odd places, since two codes share a stored byte.
  */
 
-#ifndef EXPERTLY_CODES
-#define EXPERTLY_CODES
 static const uint8_t E2M1_CODES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; /* 2 * value + 12 */
 
 static const uint16_t E2M1_HALVES[16] = { /* 2 * value, as bfloat16 */
@@ -75,7 +73,6 @@ static const float E2M1_VALUES[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -
 INLINE int has_minimum(int format) {
     return format == Q4_K || format == Q5_K || format == Q4_1 || format == Q5_1 || format == Q2_K;
 }
-#endif
 
 typedef uint8_t NAME(vbu) __attribute__((vector_size(4 * V)));
 typedef uint16_t NAME(v16) __attribute__((vector_size(4 * V), aligned(1), may_alias));

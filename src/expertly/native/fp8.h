@@ -8,13 +8,10 @@
  * by one.
  */
 
-#ifndef EXPERTLY_FP8
-#define EXPERTLY_FP8
 static const float FP8_NORMAL[16] = { /* with exponent 0, if that were not special */
     0x8p-10f, 0x9p-10f, 0xap-10f, 0xbp-10f, 0xcp-10f, 0xdp-10f, 0xep-10f, 0xfp-10f,
     -0x8p-10f, -0x9p-10f, -0xap-10f, -0xbp-10f, -0xcp-10f, -0xdp-10f, -0xep-10f, -0xfp-10f,
 };
-#endif
 
 /* Of V outputs for an input: the lowest byte of each of `codes` is its own. */
 INLINE vf NAME(fp8_any)(int dtype, vu codes, vf scale) {

@@ -15,8 +15,6 @@
  * With AVX512-BF16 (int4_pairs), the 16 weights of a scale are computed, rounded to bfloat16, and looked up.
  */
 
-#ifndef EXPERTLY_INT4
-#define EXPERTLY_INT4
 typedef struct {
     int has_half, has_zeros, group;
 } int4_kind;
@@ -24,28 +22,6 @@ typedef struct {
 INLINE int4_kind int4_kind_of(int format) {
     return (int4_kind){(format - INT4_G32) >> 1 & 1, (format - INT4_G32) >> 2, tile_group(format)};
 }
-
-/* 8 + e at [m][q + 16]. */
-static uint8_t INT4_ERRORS[2048][32], INT4_ERRORS_BFLOAT16[256][32];
-
-static void int4_fill(int num_bits, uint8_t (*errors)[32]) {
-    for (int m = 0; m < 1 << num_bits; m++)
-        for (int q = -15; q < 16; q++) {
-            const int product = (q < 0 ? -q : q) * m;
-            int unit = 1;
-            while (product / unit >> num_bits) unit *= 2;
-            const int rest = product % unit, is_odd = product / unit % 2;
-            const int error = (2 * rest > unit || (2 * rest == unit && is_odd)) ? unit - rest : -rest;
-            errors[m][q + 16] = (uint8_t)(8 + (q < 0 ? -error : error));
-        }
-}
-
-static __attribute__((constructor)) void int4_begin(void) {
-    int4_fill(11, INT4_ERRORS);
-    int4_fill(8, INT4_ERRORS_BFLOAT16);
-}
-
-#endif
 
 /* The bits of V scales. */
 INLINE vu NAME(int4_bits)(const int4_kind *kind, const char *p, int w) {

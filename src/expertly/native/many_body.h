@@ -5,10 +5,7 @@
  * units in the order of the inputs: of each unit first those of all tokens.
  */
 
-#ifndef EXPERTLY_MANY
-#define EXPERTLY_MANY
 enum { MANY_UNITS = 8 }; /* at least the units of any tile */
-#endif
 
 /* Registers hold the sums, a vector's weights and what they are multiplied with. */
 #if V == 16

@@ -5,229 +5,20 @@
 
 #include "products.h"
 
-#include "blocks.h"
 #include "team.h"
 
 #include <stdlib.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(HAS_DOTS) && !defined(__ARM_FEATURE_DOTPROD)
+#include <sys/auxv.h>
+#endif
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "which half of a word is a bfloat16 at an even place depends on the order of bytes"
 #endif
 
-#define NAME_(f, suffix) f##_##suffix
-
 /* -- instruction sets ------------------------------------------------------------------------------------------------ */
-
-#define V 4
-#define NAME(f) NAME_(f, generic)
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#define SHUFFLE(t, codes) ((vu)vqtbl1q_u8(vld1q_u8((const uint8_t *)(t)), (uint8x16_t)(codes)))
-#else
-#define SHUFFLE(t, codes) NAME(shuffle)(t, codes)
-#endif
-typedef uint8_t four_bytes __attribute__((vector_size(4), aligned(1), may_alias));
-#define BYTES(p) __builtin_convertvector(*(const four_bytes *)(p), vu)
-#define LABEL "generic"
-#if defined(__ARM_FP16_FORMAT_IEEE) && defined(__aarch64__)
-#define HAS_HALF 1
-INLINE float half_value(const char *p) {
-    __fp16 half;
-    memcpy(&half, p, 2);
-    return half;
-}
-INLINE void put_half(float value, char *p) {
-    __fp16 half = (__fp16)value;
-    memcpy(p, &half, 2);
-}
-#define LOAD_HALF(p, v) \
-    for (int i = 0; i < V; i++) (v)[i] = half_value((p) + 2 * i)
-#define HALF_VALUE(p) half_value(p)
-#define PUT_HALF(value, p) put_half(value, p)
-#else
-#define HAS_HALF 0
-#define LOAD_HALF(p, v) ((v) = (vf){0})
-#define HALF_VALUE(p) 0
-#define PUT_HALF(value, p) (void)(value)
-#endif
-#include "products_body.h"
-
-/* The same with products of bytes, where they are known to be there or the system says so. */
-#if defined(__aarch64__) && (defined(__ARM_FEATURE_DOTPROD) || (defined(__linux__) && !defined(__clang__)))
-#define HAS_DOTS 1
-#ifdef __ARM_FEATURE_DOTPROD
-#define ARE_DOTS_HERE 1
-#else
-#include <sys/auxv.h>
-#define ARE_DOTS_HERE (getauxval(AT_HWCAP) & HWCAP_ASIMDDP)
-#endif
-#ifndef __clang__
-#pragma GCC push_options
-#pragma GCC target("arch=armv8.2-a+dotprod")
-#endif
-#define V 4
-#define NAME(f) NAME_(f, neon)
-#define SHUFFLE(t, codes) ((vu)vqtbl1q_u8(vld1q_u8((const uint8_t *)(t)), (uint8x16_t)(codes)))
-#define BYTES(p) __builtin_convertvector(*(const four_bytes *)(p), vu)
-#define MOST_ADDED(code) 8
-#define BYTES_HAVE_SIGNS
-#define ADD_BYTES(sums, codes, inputs) ((vi)vdotq_s32((int32x4_t)(sums), (int8x16_t)(codes), (int8x16_t)(inputs)))
-#define ADDED_BYTES(sums) (sums)
-#define ADD_SCALED(sums, numbers, p, scales) \
-    ((sums) + (vi)vdotq_s32(vdupq_n_s32(0), (int8x16_t)(numbers), vld1q_s8(p)) * (scales))
-#define SCALES_AT(p) ((int32_t)(p)[0])
-INLINE int32x4_t less_starts(int32x4_t sums, const int16_t *scales, const int16_t *p) {
-    for (int i = 0; i < 16; i += 4) sums = vmlsq_s32(sums, vmovl_s16(vld1_s16(scales + i)), vshll_n_s16(vld1_s16(p + i), 6));
-    return sums;
-}
-#define LESS_STARTS(sums, scales, p) ((vi)less_starts((int32x4_t)(sums), scales, p))
-#define REPEAT(p) vld1q_u8((const uint8_t *)(p))
-#define SHUFFLE_EACH(t, codes) ((vu)vqtbl1q_u8((uint8x16_t)(t), (uint8x16_t)(codes)))
-#define JOIN(p, at) vld1q_u8((const uint8_t *)(p) + (at)[0])
-#define FOLD(a, b) (LOW_PAIRS(a, b) + HIGH_PAIRS(a, b))
-#define LABEL "neon"
-#define HAS_HALF 1
-#define LOAD_HALF(p, v) ((v) = (vf)vcvt_f32_f16((float16x4_t)vld1_u16((const uint16_t *)(p))))
-#define HALF_VALUE(p) half_value(p)
-#define PUT_HALF(value, p) put_half(value, p)
-#include "products_body.h"
-#ifndef __clang__
-#pragma GCC pop_options
-#endif
-#endif
-
-#if defined(__x86_64__)
-#include <cpuid.h>
-#include <immintrin.h>
-
-typedef int32_t two_numbers __attribute__((aligned(1), may_alias));
-
-#if defined(__clang__) || __GNUC__ >= 10
-#define HAS_PAIRS 1 /* the compiler knows AVX512-BF16 */
-#endif
-
-#define PUT_HALF_X86(value, p)                                     \
-    do {                                                           \
-        uint16_t half = (uint16_t)_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); \
-        memcpy(p, &half, 2);                                       \
-    } while (0)
-#define HALF_VALUE_X86(p) _cvtsh_ss((unsigned short)((uint8_t)(p)[0] | (uint8_t)(p)[1] << 8))
-
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
-#define V 8
-#define NAME(f) NAME_(f, avx2)
-#define SHUFFLE(t, codes) \
-    ((vu)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(t))), (__m256i)(codes)))
-#define BYTES(p) ((vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
-#define LOOKUP_IN(a, codes) ((vf)_mm256_permutevar8x32_ps((__m256)(a), (__m256i)(codes)))
-#define HAS_ZERO(bytes) _mm256_movemask_epi8(_mm256_cmpeq_epi8((__m256i)(bytes), _mm256_setzero_si256()))
-#define MOST_ADDED(code) (128 / (code) < 8 ? 128 / (code) < 4 ? 128 / (code) < 2 ? 1 : 2 : 4 : 8) /* of 16 bits */
-#define ADD_BYTES(sums, codes, inputs) \
-    ((vi)_mm256_add_epi16((__m256i)(sums), _mm256_maddubs_epi16((__m256i)(codes), (__m256i)(inputs))))
-#define ADDED_BYTES(sums) ((vi)_mm256_madd_epi16((__m256i)(sums), _mm256_set1_epi16(1)))
-#define ADD_WORDS(sums, codes, even, odd)                                                                              \
-    ((sums) + (vi)_mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16((__m256i)(codes), 8), 8), (__m256i)(even)) +   \
-     (vi)_mm256_madd_epi16(_mm256_srai_epi16((__m256i)(codes), 8), (__m256i)(odd)))
-#define ADD_SCALED(sums, numbers, p, scales)                                                                            \
-    ((sums) + (vi)_mm256_madd_epi16(                                                                                    \
-                  _mm256_maddubs_epi16((__m256i)(numbers), _mm256_loadu_si256((const __m256i_u *)(p))), scales))
-#define SCALES_AT(p)                                                                                                    \
-    _mm256_shuffle_epi8(_mm256_set1_epi32(*(const two_numbers *)(p)),                                                   \
-                        _mm256_setr_epi64x(0x0100010001000100, 0x0100010001000100, 0x0302030203020302, 0x0302030203020302))
-#define TIMES_STARTS(scales, p)                                                                                         \
-    _mm256_madd_epi16(_mm256_slli_epi16(_mm256_loadu_si256((const __m256i_u *)(scales)), 6),                            \
-                      _mm256_loadu_si256((const __m256i_u *)(p)))
-#define LESS_STARTS(sums, scales, p) ((vi)_mm256_sub_epi32((__m256i)(sums), TIMES_STARTS(scales, p)))
-#define EACH_BIT _mm256_set1_epi64x((long long)0x8040201008040201)
-#define LESS_WHERE(bits, no, yes, by)                                                                                   \
-    ((vu)_mm256_blendv_epi8(                                                                                            \
-        (__m256i)(no), _mm256_sub_epi8((__m256i)(yes), (__m256i)(by)),                                                  \
-        _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(*(const two_numbers *)(bits)),         \
-                                                               _mm256_setr_epi64x(0, 0x0101010101010101,                \
-                                                                                  0x0202020202020202,                   \
-                                                                                  0x0303030303030303)),                 \
-                                           EACH_BIT),                                                                   \
-                          EACH_BIT)))
-#define REPEAT(p) _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(p)))
-#define SHUFFLE_EACH(t, codes) ((vu)_mm256_shuffle_epi8((__m256i)(t), (__m256i)(codes)))
-#define JOIN(p, at) \
-    _mm256_loadu2_m128i((const __m128i_u *)((p) + (at)[1]), (const __m128i_u *)((p) + (at)[0]))
-#define FOLD(a, b) \
-    ((vf)_mm256_add_ps(_mm256_unpacklo_ps((__m256)(a), (__m256)(b)), _mm256_unpackhi_ps((__m256)(a), (__m256)(b))))
-#define LABEL "avx2"
-#define HAS_HALF 1
-#define LOAD_HALF(p, v) ((v) = (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p))))
-#define HALF_VALUE(p) HALF_VALUE_X86(p)
-#define PUT_HALF(value, p) PUT_HALF_X86(value, p)
-#include "products_body.h"
-#ifdef __clang__
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#ifdef HAS_PAIRS
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
-#else
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c,prefer-vector-width=512")
-#endif
-#endif
-#define V 16
-#define NAME(f) NAME_(f, avx512)
-#define SHUFFLE(t, codes) \
-    ((vu)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(t))), (__m512i)(codes)))
-#define MOST_ADDED(code) 8
-#define ADD_BYTES(sums, codes, inputs) ((vi)_mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(codes), (__m512i)(inputs)))
-#define ADDED_BYTES(sums) (sums)
-#define ADD_SCALED(sums, numbers, p, scales)                                                                            \
-    ((vi)_mm512_dpwssd_epi32((__m512i)(sums), _mm512_maddubs_epi16((__m512i)(numbers), _mm512_loadu_si512(p)), scales))
-#define SCALES_AT(p)                                                                                                    \
-    _mm512_shuffle_epi8(_mm512_set1_epi64((long long)eight_at(p)),                                                      \
-                        _mm512_setr_epi64(0x0100010001000100, 0x0100010001000100, 0x0302030203020302,                   \
-                                          0x0302030203020302, 0x0504050405040504, 0x0504050405040504,                   \
-                                          0x0706070607060706, 0x0706070607060706))
-#define LESS_STARTS(sums, scales, p)                                                                                    \
-    ((vi)_mm512_sub_epi32((__m512i)(sums), _mm512_zextsi256_si512(TIMES_STARTS(scales, p))))
-#define LESS_WHERE(bits, no, yes, by)                                                                                   \
-    ((vu)_mm512_mask_sub_epi8((__m512i)(no), (__mmask64)eight_at(bits), (__m512i)(yes), (__m512i)(by)))
-#define LOAD_LANE(p) _mm_loadu_si128((const __m128i *)(p))
-#define REPEAT(p) _mm512_broadcast_i32x4(LOAD_LANE(p))
-#define SHUFFLE_EACH(t, codes) ((vu)_mm512_shuffle_epi8((__m512i)(t), (__m512i)(codes)))
-#define JOIN(p, at)                                                                                                 \
-    _mm512_inserti32x4(                                                                                             \
-        _mm512_inserti32x4(_mm512_inserti32x4(_mm512_castsi128_si512(LOAD_LANE((p) + (at)[0])),                     \
-                                              LOAD_LANE((p) + (at)[1]), 1),                                         \
-                           LOAD_LANE((p) + (at)[2]), 2),                                                            \
-        LOAD_LANE((p) + (at)[3]), 3)
-#define FOLD(a, b) \
-    ((vf)_mm512_add_ps(_mm512_unpacklo_ps((__m512)(a), (__m512)(b)), _mm512_unpackhi_ps((__m512)(a), (__m512)(b))))
-#define BYTES(p) ((vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
-#define LOOKUP_IN(a, codes) ((vf)_mm512_permutexvar_ps((__m512i)(codes), (__m512)(a)))
-#define HAS_ZERO(bytes) _mm512_testn_epi8_mask((__m512i)(bytes), (__m512i)(bytes))
-#define LABEL "avx512" /* which uses nothing of bf16 itself */
-#ifdef HAS_PAIRS
-#define PAIRS_LABEL "avx512_bf16"
-typedef int32_t two_halves __attribute__((aligned(2), may_alias));
-#define SPREAD(p) _mm512_set1_epi32(*(const two_halves *)(p))
-#define ADD_PAIRS(sums, weights, p) _mm512_dpbf16_ps(sums, (__m512bh)(weights), (__m512bh)SPREAD(p))
-#define TWICE(halves) _mm512_broadcast_i64x4((__m256i)(halves))
-#endif
-#define HAS_HALF 1
-#define LOAD_HALF(p, v) ((v) = (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p))))
-#define HALF_VALUE(p) HALF_VALUE_X86(p)
-#define PUT_HALF(value, p) PUT_HALF_X86(value, p)
-#include "products_body.h"
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
 
 enum { NUM_SETS = 4 };
 
@@ -236,8 +27,10 @@ static const instruction_set *sets[NUM_SETS] = {&set_generic};
 
 /* Once: `cpuid` leaves a virtual machine, which takes longer than a small layer's products. */
 __attribute__((constructor)) static void find_sets(void) {
-#ifdef HAS_DOTS
-    if (ARE_DOTS_HERE) sets[1] = &set_neon;
+#if defined(__ARM_FEATURE_DOTPROD) && defined(HAS_DOTS)
+    sets[1] = &set_neon;
+#elif defined(HAS_DOTS)
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) sets[1] = &set_neon;
 #endif
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -258,13 +51,6 @@ static const instruction_set *set_at(int level) { return level < 0 || level >= N
 /* Of the interface: whoever calls it knows the same number. */
 int expertly_products_version(void) { return 37; }
 
-/* Tables to decode with, as GRIDS has them, before anything is decoded. */
-int expertly_products_grids(const char *bytes, int64_t nbytes) {
-    if (nbytes != sizeof GRIDS) return -1;
-    memcpy(&GRIDS, bytes, sizeof GRIDS);
-    return 0;
-}
-
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
     return set == NULL ? NULL : set->name;
@@ -273,6 +59,41 @@ const char *expertly_products_name(int level) {
 int expertly_products_has_half(int level) {
     const instruction_set *set = set_at(level);
     return set != NULL && set->has_half;
+}
+
+/* -- tables ---------------------------------------------------------------------------------------------------------- */
+
+grids GRIDS;
+uint64_t SIGNS[256];
+uint8_t INT4_ERRORS[2048][32], INT4_ERRORS_BFLOAT16[256][32];
+
+/* Tables to decode with, as GRIDS has them, before anything is decoded. */
+int expertly_products_grids(const char *bytes, int64_t nbytes) {
+    if (nbytes != sizeof GRIDS) return -1;
+    memcpy(&GRIDS, bytes, sizeof GRIDS);
+    return 0;
+}
+
+static __attribute__((constructor)) void signs_begin(void) {
+    for (uint32_t i = 0; i < 256; i++)
+        for (int k = 0; k < 8; k++) SIGNS[i] |= i >> k & 1 ? (uint64_t)255 << 8 * k : 0;
+}
+
+static void int4_fill(int num_bits, uint8_t (*errors)[32]) {
+    for (int m = 0; m < 1 << num_bits; m++)
+        for (int q = -15; q < 16; q++) {
+            const int product = (q < 0 ? -q : q) * m;
+            int unit = 1;
+            while (product / unit >> num_bits) unit *= 2;
+            const int rest = product % unit, is_odd = product / unit % 2;
+            const int error = (2 * rest > unit || (2 * rest == unit && is_odd)) ? unit - rest : -rest;
+            errors[m][q + 16] = (uint8_t)(8 + (q < 0 ? -error : error));
+        }
+}
+
+static __attribute__((constructor)) void int4_begin(void) {
+    int4_fill(11, INT4_ERRORS);
+    int4_fill(8, INT4_ERRORS_BFLOAT16);
 }
 
 /* -- threads --------------------------------------------------------------------------------------------------------- */

@@ -12,6 +12,16 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define SHARED extern __attribute__((visibility("hidden"))) /* by the files of the library */
+
+/* Where products of bytes are known to be there, or the system can say so. */
+#if defined(__aarch64__) && (defined(__ARM_FEATURE_DOTPROD) || (defined(__linux__) && !defined(__clang__)))
+#define HAS_DOTS
+#endif
+
+#if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
+#define HAS_PAIRS /* the compiler knows AVX512-BF16 */
+#endif
 
 /* Hides from the compiler where the vector `v` came from, so that it keeps it in a register. */
 #if defined(__x86_64__)
@@ -390,6 +400,22 @@ typedef struct {
     int (*norm)(int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes, const char *weight,
                 float epsilon, char *out);
 } instruction_set;
+
+/* Those that are compiled, each in a file of its own. */
+SHARED const instruction_set set_generic, set_neon, set_avx2, set_avx512, pairs_set_avx512;
+
+/* -- tables ------------------------------------------------------------------------------------------------------------ */
+
+/* Grids of 4 or 8 neighbouring numbers, more by 64; and for IQ4_NL and IQ4_XS the 16 values of a code, more by 128. */
+typedef struct {
+    uint8_t iq2_xxs[256][8], iq2_xs[512][8], iq2_s[1024][8], iq3_xxs[256][4], iq3_s[512][4];
+    uint8_t iq1_s[2048][8]; /* times 8, and 1 more */
+    uint8_t iq4_nl[16];
+} grids;
+
+SHARED grids GRIDS;
+SHARED uint64_t SIGNS[256]; /* of eight bits, a byte of ones for each that is set */
+SHARED uint8_t INT4_ERRORS[2048][32], INT4_ERRORS_BFLOAT16[256][32]; /* 8 + e at [m][q + 16]: see int4.h */
 
 INLINE float bfloat16_value(const char *p) {
     uint16_t half;

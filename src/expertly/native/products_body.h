@@ -1,10 +1,12 @@
-/* The arithmetic for one instruction set. Included once for each, with
+/* The arithmetic for one instruction set: included by a file for each, with
  *   V             floats of a vector
  *   NAME(f)       f with the set's suffix
  *   LABEL         its name as users read it
- *   LOOKUP_IN or SHUFFLE, BYTES: see tiles_body.h
- *   HAS_HALF      1 with LOAD_HALF(p, v), HALF_VALUE(p) and PUT_HALF(value, p), which convert float16
  *   PAIRS_LABEL   where it has AVX512-BF16, too: the name of the set that multiplies bfloat16 with it
+ * and, where it has better than portable C,
+ *   BYTES(p)      V bytes, widened to a vector
+ *   HAS_HALF      1 with LOAD_HALF(p, v), HALF_VALUE(p) and PUT_HALF(value, p), which convert float16
+ *   what tiles_body.h names
  *
  * Weights are used as they lie. A block is 2 V elements: of bfloat16, those at even places (shifted up) and those at odd
  * places (masked) are a vector each, so inputs and sums of bfloat16 lie in that order, too. Products and sums are
@@ -22,6 +24,17 @@ typedef float NAME(four) __attribute__((vector_size(16), aligned(4), may_alias))
 #define vi NAME(vi)
 #define vh NAME(vh)
 #define BLOCK (2 * V)
+
+#ifndef BYTES
+typedef uint8_t NAME(bytes) __attribute__((vector_size(V), aligned(1), may_alias));
+#define BYTES(p) __builtin_convertvector(*(const NAME(bytes) *)(p), vu)
+#endif
+#ifndef HAS_HALF
+#define HAS_HALF 0
+#define LOAD_HALF(p, v) ((v) = (vf){0})
+#define HALF_VALUE(p) 0
+#define PUT_HALF(value, p) (void)(value)
+#endif
 
 INLINE int64_t NAME(itemsize)(int dtype) { return dtype == FLOAT32 ? 4 : dtype == CODES ? 1 : 2; }
 
@@ -549,42 +562,7 @@ static void NAME(run_experts)(void *argument) {
             NAME(decode_rows),                                                                                      \
             NAME(run_attention), NAME(encode), NAME(rotate), NAME(norm),                                                          \
     }
-static const instruction_set NAME(set) = SET(LABEL, 0);
+const instruction_set NAME(set) = SET(LABEL, 0);
 #ifdef PAIRS_LABEL
-static const instruction_set NAME(pairs_set) = SET(PAIRS_LABEL, 1);
-#undef PAIRS_LABEL
+const instruction_set NAME(pairs_set) = SET(PAIRS_LABEL, 1);
 #endif
-#undef SET
-#undef dot_pairs
-#undef sum_pairs
-
-#undef vf
-#undef vu
-#undef vi
-#undef vh
-#undef BLOCK
-#undef MOST_TILE_TOKENS
-#undef V
-#undef NAME
-#undef LABEL
-#undef HAS_HALF
-#undef LOAD_HALF
-#undef HALF_VALUE
-#undef PUT_HALF
-#undef LOOKUP_IN
-#undef HAS_ZERO
-#undef SHUFFLE
-#undef ADD_BYTES
-#undef ADDED_BYTES
-#undef MOST_ADDED
-#undef ADD_WORDS
-#undef BYTES_HAVE_SIGNS
-#undef ADD_SCALED
-#undef SCALES_AT
-#undef LESS_STARTS
-#undef LESS_WHERE
-#undef REPEAT
-#undef SHUFFLE_EACH
-#undef JOIN
-#undef FOLD
-#undef BYTES

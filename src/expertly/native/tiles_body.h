@@ -1,6 +1,5 @@
 /* Products with quantised matrices, for one instruction set. Included by products_body.h, whose macros it uses, and
  *   SHUFFLE(t, codes)   table lookup: each byte of `codes`, 0 to 15, becomes that byte of the 16 at t
- *   BYTES(p)            V bytes, widened to a vector
  * and where V is 8 or 16
  *   LOOKUP_IN(a, codes) table lookup: each lane becomes the float of `a` that its lowest three or four bits number
  *   HAS_ZERO(bytes)     whether one of the 4 V bytes is 0
@@ -50,7 +49,8 @@
 #define FOR_TOKENS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4)
 #endif
 
-#if V == 4 && !defined(__aarch64__)
+#ifndef SHUFFLE
+#define SHUFFLE(t, codes) NAME(shuffle)(t, codes)
 INLINE vu NAME(shuffle)(const uint8_t *values, vu codes) {
     uint8_t bytes[16];
     memcpy(bytes, &codes, 16);
@@ -76,6 +76,7 @@ INLINE vf NAME(rounded)(int dtype, vf values) {
     return values;
 }
 
+#include "blocks.h"
 #include "fp8.h"
 #include "codes.h"
 #include "int4.h"
@@ -431,6 +432,3 @@ static void NAME(decode_rows)(int format, int dtype, const char *p, int64_t num_
 }
 
 #include "many_body.h"
-
-#undef W
-#undef FOR_TOKENS
