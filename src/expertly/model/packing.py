@@ -363,10 +363,10 @@ class Packing:
         if layout is not None:
             made = GgufConversion(model, checkpoint.gguf) if checkpoint.gguf else Conversion(model, layout, self._sites)
         self._conversion = made
-        groups, self._unexpected = made.groups(checkpoint.tensors)
+        groups, unexpected = made.groups(checkpoint.tensors)
         self._readers = [ExpertsReader(site, checkpoint, made, groups, kept, rounding) for site in self._sites]
         expert_names = set().union(*(reader.source_names for reader in self._readers))
-        self._check_unexpected()
+        self._check_unexpected(unexpected)
         self._dense_forms: dict[str, TiledFormat] = {}
         """Of layers beside the experts that keep their bytes, by module path."""
         self._of_tables = set[str]()
@@ -542,13 +542,13 @@ class Packing:
             raise CheckpointError(f"tensor {group.names[0]!r}: makes {list(tensor.shape)}, not {list(spec.shape)}")
         yield to_bytes(cast(tensor, self._torch_dtype, group.target))
 
-    def _check_unexpected(self) -> None:
+    def _check_unexpected(self, names: list[str]) -> None:
         """Refuse experts that the config does not know, and any tensor of a GGUF file that means nothing."""
         checkpoint = self._checkpoint
-        for name in self._unexpected if checkpoint.gguf else ():
+        for name in names if checkpoint.gguf else ():
             model = f"a {checkpoint.gguf} model of {self._model.config.num_hidden_layers} layers"
             raise CheckpointError(f"{checkpoint.label(name)}: is of no part of {model}")
-        for name, site in ((name, site) for site in self._sites for name in self._unexpected):
+        for name, site in ((name, site) for site in self._sites for name in names):
             if name.startswith(f"{site.name}.expert"):
                 expected = f"config.json says {site.geometry.num_experts} experts in {site.name}"
                 raise CheckpointError(f"{checkpoint.label(name)}: belongs to no expert; {expected}")

@@ -96,11 +96,20 @@ class Table:
     def num_units(self) -> int:
         return sum(part.shape[0] for part in self.parts)
 
+    @property
+    def unit_nbytes(self) -> int:
+        return self.nbytes // self.num_units
+
+    @property
+    def room_nbytes(self) -> int:
+        """Most bytes of the buffer that a unit takes: its pages, and those between it and the unit before."""
+        return (self.unit_nbytes // PAGE_NBYTES + 2 + _NEAR_PAGES) * PAGE_NBYTES
+
     def begins(self, units: Sequence[int]) -> list[int]:
         """Offsets of units in the file."""
         firsts, at = self._places(units)
         every = np.array([part.begin for part in self.parts])[at]
-        return (every + (units - firsts[at]) * (self.nbytes // self.num_units)).tolist()  # type: ignore[no-any-return]
+        return (every + (units - firsts[at]) * self.unit_nbytes).tolist()  # type: ignore[no-any-return]
 
     def _places(self, units: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """The first unit of each part, and the part of each unit."""
@@ -255,6 +264,64 @@ class _Unchanged:
         return (lambda *args, **kwargs: None) if name.startswith("update") else getattr(self._cache, name)
 
 
+class _Reads:
+    """Reads of one file into a buffer: of a span its bytes from `expert` on, to the buffer's from `slot` on."""
+
+    def __init__(self, path: Path, nbytes: int, readers: Any, check: Any) -> None:
+        self.buffer = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        self._path, self._new_readers, self._check = path, readers, check
+        self._in_flight, self._is_closed = set[Span](), False
+        self._open()
+
+    def _open(self) -> None:
+        self.about = self._path.stat()
+        file = LayerFile(self._path, 0, None, range(self.about.st_size))
+        self._readers = self._new_readers(lambda layer: file, _BYTES, lambda layer: self.buffer.data)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.drain()
+        self._readers.close()
+
+    def begin(self, spans: set[Span]) -> None:
+        if self._is_closed:
+            raise EngineClosedError("this model was unloaded; call expertly.load again")
+        if self._readers.num_in_flight > len(self._in_flight):  # of what was interrupted twice
+            self._readers.drain()
+        self._in_flight |= spans
+        self._readers.submit(sorted(spans))
+
+    def bring(self, new: set[Span], spans: set[Span]) -> None:
+        """Read what is new, and wait for all of `spans`. Whatever it raises, afterwards nothing is in flight."""
+        try:
+            self.begin(new)
+            while not self._in_flight.isdisjoint(spans):
+                self._in_flight.discard(self._readers.wait())
+            self._readers.waits.clear()
+        except BaseException:  # also an interrupt: nothing writes into the buffer when it is used again
+            self.drain()
+            raise
+
+    def drain(self) -> None:
+        """End what is in flight."""
+        if self._in_flight:
+            self._in_flight.clear()
+            self._readers.drain()
+
+    def reopen(self) -> bool:
+        """Open the file again if it was changed from outside, as by a copy of itself, and still has the bytes that it
+        should have. Returns whether it was.
+        """
+        with contextlib.suppress(StoreError, OSError):
+            if self._check is not None and self._path.stat().st_ctime_ns != self.about.st_ctime_ns:
+                self._check()
+                before = self._readers
+                self._open()
+                before.close()
+                return True
+        return False
+
+
 class Tables:
     """The tables of one loaded model. Threads may look something up at the same time: their reads take turns."""
 
@@ -262,36 +329,24 @@ class Tables:
         """`readers`: the class of the readers. `check`: compares the file with its checksum, if it is to be compared,
         and raises StoreError. `cache_nbytes`: for rows that are kept, those that were used last.
         """
-        self._tables, self._path, self._new_readers, self._check = tables, folder / DENSE_NAME, readers, check
-        self._factors = [table.read_factors(self._path) for table in tables]
-        self._unit_nbytes = [table.nbytes // table.num_units for table in tables]
-        # Pages of a unit, at most, and between it and the one before:
-        self._pages = [nbytes // PAGE_NBYTES + 2 + _NEAR_PAGES for nbytes in self._unit_nbytes]
-        self._num_slots = max(_IN_FLIGHT_NBYTES // PAGE_NBYTES, *self._pages)
-        self._buffer = memoryview(mmap.mmap(-1, 2 * self._num_slots * PAGE_NBYTES))
-        self._bytes = np.frombuffer(self._buffer, np.uint8)
+        self._tables, path = tables, folder / DENSE_NAME
+        self._factors = [table.read_factors(path) for table in tables]
+        self._most_nbytes = max(_IN_FLIGHT_NBYTES, *(table.room_nbytes for table in tables))  # of one batch of reads
+        self._reads = _Reads(path, 2 * self._most_nbytes, readers, check)
         self._kept, self._kept_nbytes = OrderedDict[tuple[int, int], Any](), 0
         self._cache_nbytes = cache_nbytes
         self._hashing: list[Any] = []  # modules that look up what token ids and the KV cache say
         self._asking: int | None = None  # the thread in which these are asked before their turn
         self._ahead: dict[tuple[int, int], tuple[Span, int]] = {}  # units that they will look up, and where they are
-        self._in_flight = set[Span]()
-        self._lock, self._process, self._is_closed = threading.Lock(), os.getpid(), False
-        self._open()
-
-    def _open(self) -> None:
-        self._about = self._path.stat()
-        file = LayerFile(self._path, 0, None, range(self._about.st_size))
-        self._readers = self._new_readers(lambda layer: file, _BYTES, lambda layer: self._buffer)
+        self._lock, self._process = threading.Lock(), os.getpid()
 
     def close(self) -> None:
         """End the threads and close the file. Idempotent."""
         if os.getpid() != self._process:  # a forked child, where somebody may hold the lock for ever
             return
         with self._lock:
-            self._is_closed = True
-            self._forget()
-            self._readers.close()
+            self._ahead.clear()
+            self._reads.close()
 
     def bind(self, model: nn.Module, device: torch.device) -> None:
         """Let the modules of a model on `device` look up rows."""
@@ -319,7 +374,8 @@ class Tables:
             self._asking = None
             if os.getpid() == self._process:
                 with self._lock:
-                    self._forget()
+                    self._ahead.clear()
+                    self._reads.drain()
 
     def look_up(self, number: int, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
         """Rows [..., columns] of a table for `ids` [...], on their device. Raises IndexError as torch, TransferError
@@ -343,7 +399,7 @@ class Tables:
             return ids.new_empty(*ids.shape, table.num_columns, dtype=dtype)
         rows, first = places * per + host % per, 0
         out = torch.empty(len(host), table.num_columns, dtype=dtype)
-        for some in units.split(self._num_slots // self._pages[number]):
+        for some in units.split(self._most_nbytes // table.room_nbytes):
             with self._lock:
                 read = self._read(number, some.tolist())
             is_in = (rows >= first) & (rows < first + per * len(some))
@@ -354,16 +410,16 @@ class Tables:
     def _read_ahead(self, number: int, units: list[int]) -> None:
         """Begin to read as many of them as there is room for."""
         ends = (_up(span.slot + span.num_segments) for span, _ in self._ahead.values())
-        first = max(ends, default=len(self._buffer) // 2)
-        room = (len(self._buffer) - first) // (self._pages[number] * PAGE_NBYTES)
+        first = max(ends, default=self._most_nbytes)
+        room = (2 * self._most_nbytes - first) // self._tables[number].room_nbytes
         absent = [unit for unit in units if (number, unit) not in self._kept][:room]
         places = self._places(number, absent, first)
         self._ahead.update({(number, unit): place for unit, place in places.items()})
-        self._begin({span for span, _ in places.values()})
+        self._reads.begin({span for span, _ in places.values()})
 
     def _read(self, number: int, units: list[int]) -> np.ndarray[Any, Any]:
         """Bytes [units, nbytes]: kept ones, those that are read ahead, and the rest in one batch of reads."""
-        nbytes = self._unit_nbytes[number]
+        nbytes = self._tables[number].unit_nbytes
         made, absent = np.empty((len(units), nbytes), np.uint8), dict[int, int]()
         for row, unit in enumerate(units):
             if (kept := self._kept.get((number, unit))) is None:
@@ -374,19 +430,26 @@ class Tables:
         ahead = {unit: self._ahead[number, unit] for unit in absent if (number, unit) in self._ahead}
         places = self._places(number, [unit for unit in absent if unit not in ahead], 0)
         new = {span for span, _ in places.values()}
-        self._bring(new, new | {span for span, _ in ahead.values()})
+        spans = new | {span for span, _ in ahead.values()}
+        try:
+            self._reads.bring(new, spans)
+        except BaseException as error:
+            self._ahead.clear()  # which came to nothing
+            if not isinstance(error, TransferError) or not self._reads.reopen():
+                raise
+            self._reads.bring(spans, spans)
         for unit, (_, offset) in (places | ahead).items():
-            made[absent[unit]] = self._bytes[offset : offset + nbytes]
+            made[absent[unit]] = self._reads.buffer[offset : offset + nbytes]
             self._keep((number, unit), made[absent[unit]])
         return made
 
     def _places(self, number: int, units: list[int], slot: int) -> dict[int, tuple[Span, int]]:
         """Of each unit, what is read into the buffer from a slot on, and at which byte of the buffer it begins."""
         spans, places = list[Span](), list[tuple[int, int]]()
-        begins = self._tables[number].begins(units)
-        for begin in begins:
+        table = self._tables[number]
+        for begin in table.begins(units):
             first = begin // PAGE_NBYTES * PAGE_NBYTES
-            end = min(_up(begin + self._unit_nbytes[number]), self._about.st_size)
+            end = min(_up(begin + table.unit_nbytes), self._reads.about.st_size)
             last = spans[-1] if spans else None
             if last is not None and 0 <= first - last.expert <= last.num_segments + _NEAR_PAGES * PAGE_NBYTES:
                 spans[-1] = last._replace(num_segments=end - last.expert)
@@ -395,45 +458,6 @@ class Tables:
             slot = spans[-1].slot + spans[-1].num_segments
             places.append((len(spans) - 1, slot - end + begin))
         return {unit: (spans[at], offset) for unit, (at, offset) in zip(units, places, strict=True)}
-
-    def _begin(self, spans: set[Span]) -> None:
-        if self._is_closed:
-            raise EngineClosedError("this model was unloaded; call expertly.load again")
-        if self._readers.num_in_flight > len(self._in_flight):  # of what was interrupted twice
-            self._readers.drain()
-        self._in_flight |= spans
-        self._readers.submit(sorted(spans))
-
-    def _bring(self, new: set[Span], spans: set[Span], *, is_again: bool = False) -> None:
-        """Read what is new, and wait for all of `spans`."""
-        try:
-            self._begin(new)
-            while not self._in_flight.isdisjoint(spans):
-                self._in_flight.discard(self._readers.wait())
-            self._readers.waits.clear()
-        except BaseException as error:  # also an interrupt: nothing writes into the buffer when it is used again
-            self._forget()
-            if is_again or not isinstance(error, TransferError) or not self._is_same_again():
-                raise
-            self._bring(spans, spans, is_again=True)
-
-    def _forget(self) -> None:
-        """What is read ahead."""
-        self._ahead.clear()
-        if self._in_flight:
-            self._in_flight.clear()
-            self._readers.drain()
-
-    def _is_same_again(self) -> bool:
-        """Whether the file changed outside, as by a copy of itself, and still has the bytes that it should have."""
-        with contextlib.suppress(StoreError, OSError):
-            if self._check is not None and self._path.stat().st_ctime_ns != self._about.st_ctime_ns:
-                self._check()
-                before = self._readers
-                self._open()
-                before.close()
-                return True
-        return False
 
     def _keep(self, key: tuple[int, int], unit: np.ndarray[Any, Any]) -> None:
         if unit.nbytes <= self._cache_nbytes:
