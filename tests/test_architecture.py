@@ -138,6 +138,19 @@ def test_class_names_are_unique():
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
+def test_no_class_begins_with_more_than_fifteen_attributes():
+    for path in modules():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                stored = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
+                names = {
+                    each.attr
+                    for each in stored
+                    if isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"
+                }
+                assert len(names) <= 15, f"{path}:{node.lineno}: {sorted(names)}"
+
+
 def test_only_the_cuda_device_and_its_measuring_use_torch_cuda():
     uses = set()
     for path in modules():

@@ -60,7 +60,7 @@ class _Call:
 
     def add(self, works: Sequence[Work]) -> None:
         layer = self._layer
-        layer.kernels.num_native += len(works)
+        layer.kernels.counts.native += len(works)
         for span, of_x, of_out in works:
             num, total = self._sums.pop(span.expert, (0, torch.zeros(())))
             num, total = num + span.num_segments, total + self._product(span, list(of_x))

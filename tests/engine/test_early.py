@@ -99,7 +99,7 @@ def test_random_choices_are_computed_as_without_an_accelerator(
                     values = [each.as_subclass(OnDevice) if share else each for each in call]
                     of_run.append(handle(model).engine.forward_experts(modules[layer], layer, *values))
                 outputs.append([each.as_subclass(torch.Tensor) for each in of_run])
-            assert not share or kernels.num_early > 20
+            assert not share or kernels.counts.early > 20
     for of_run in outputs[1:]:
         for result, expected in zip(of_run, outputs[0], strict=True):
             assert relative_error(result, expected) < 1e-5

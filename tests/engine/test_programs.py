@@ -286,14 +286,14 @@ def test_requests_that_share_a_pass_run_as_programs(family: str, cases: Cases, m
         try:
             for num_requests, length in asked.items():
                 kernels = handle(model).engine.shard.kernels
-                before, num_attended = num_run(model), kernels.num_attention
+                before, num_attended = num_run(model), kernels.counts.attention
                 for number, prompt in enumerate(prompts[:num_requests]):
                     batch.ask(f"{num_requests}-{number}", prompt, length)
                 batch.wait()
                 if CACHE == "cache":  # pages are others before transformers 5.24
                     assert num_requests > 1 or family == "gpt_oss" or min(map(placed.count, placed)) == 1
                     assert num_run(model) > before or num_requests > 4
-                    assert kernels.num_attention > num_attended
+                    assert kernels.counts.attention > num_attended
         finally:
             batch.close()
         if CACHE == "cache":

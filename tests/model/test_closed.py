@@ -221,17 +221,17 @@ def test_arguments_that_nobody_knows_are_the_models(implementation: str, name: s
     use_kernels(model, kernels)
     ours = ALL_ATTENTION_FUNCTIONS["expertly"]
     asked(module, ours, {})
-    assert kernels.num_attention == 1
+    assert kernels.counts.attention == 1
     outcomes = []
     for function in (ours, plain):
         try:
             outcomes.append(asked(module, function, UNKNOWN[name]))
         except (TypeError, ValueError, RuntimeError) as error:  # which torch and transformers raise
             outcomes.append(str(error))
-    assert kernels.num_attention == 1
+    assert kernels.counts.attention == 1
     assert equal(*outcomes)
     asked(module, ours, dict.fromkeys(UNKNOWN[name].keys() - {"scaling"}))
-    assert kernels.num_attention == 2, "None asks for nothing"
+    assert kernels.counts.attention == 2, "None asks for nothing"
 
 
 def eager_clamped(
@@ -263,7 +263,7 @@ def test_another_attention_function_is_heeded(implementation: str, when: str, mo
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *args, **more: sdpa(*args, **more))
     with torch.no_grad():
         model(torch.tensor([[5]]))
-    assert kernels.num_attention == 0
+    assert kernels.counts.attention == 0
 
 
 # -- queries, keys and values ------------------------------------------------------------------------------------------

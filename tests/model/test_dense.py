@@ -42,11 +42,11 @@ def test_families_decode_by_the_kernels(family: str, dtype: torch.dtype, monkeyp
     ids = torch.tensor([[0, 0, *range(2, 20)], [*range(5, 25)]])  # one has pads
     with torch.no_grad():
         cache = model(ids[:, :14], (ids != 0)[:, :14], use_cache=True).past_key_values
-        assert kernels.num_attention == 0, "a prompt is transformers'"
+        assert kernels.counts.attention == 0, "a prompt is transformers'"
         for first, last in ((14, 15), (15, 18), (18, 19)):
             model(ids[:, first:last], (ids != 0)[:, :last], past_key_values=cache, use_cache=True)
     num_layers = sum(name.endswith(".self_attn") for name, _ in model.named_modules())
-    assert kernels.num_attention == 3 * num_layers > 0
+    assert kernels.counts.attention == 3 * num_layers > 0
 
 
 def test_what_a_user_sets_is_heeded() -> None:
@@ -57,19 +57,19 @@ def test_what_a_user_sets_is_heeded() -> None:
         expected = model(ids, output_attentions=True).attentions
         use_kernels(model, kernels)
         assert len(model(ids, output_attentions=True).attentions) == len(expected) > 0
-        assert kernels.num_attention == 0
+        assert kernels.counts.attention == 0
         model(ids)
-        assert kernels.num_attention == len(expected)
+        assert kernels.counts.attention == len(expected)
     other = make_model("qwen3_moe", dtype=torch.bfloat16).eval()
     use_kernels(other, kernels)
-    kernels.num_attention = 0
+    kernels.counts.attention = 0
     other.set_attn_implementation("eager")
     with torch.no_grad():
         other(ids)
-    assert kernels.num_attention == 0
+    assert kernels.counts.attention == 0
     other.set_attn_implementation("sdpa")
     logits = other(ids).logits  # with gradients it is torch's
-    assert kernels.num_attention == 0 and logits.requires_grad
+    assert kernels.counts.attention == 0 and logits.requires_grad
     logits.sum().backward()
     assert other.config._attn_implementation == "sdpa"
 
@@ -82,9 +82,9 @@ def test_keys_that_a_batch_shares_are_torchs() -> None:
     q, k = torch.randn(3, 4, 1, 8).bfloat16(), torch.randn(1, 2, 5, 8).bfloat16()
     with torch.no_grad():
         shared = function(module, q, k, k, None, scaling=0.3)[0]
-        assert kernels.num_attention == 0
+        assert kernels.counts.attention == 0
         each = function(module, q, k.expand(3, 2, 5, 8), k.expand(3, 2, 5, 8), None, scaling=0.3)[0]
-    assert kernels.num_attention == 1
+    assert kernels.counts.attention == 1
     torch.testing.assert_close(shared, each, rtol=2e-2, atol=2e-2)
 
 

@@ -136,8 +136,8 @@ class Layer:
         for some in (works[:first], works[first : first + 1], works[first + 1 :]):
             if some:
                 call.add(some)
-        assert self.products.kernels.num_native == len(works)
-        self.products.kernels.num_native = 0
+        assert self.products.kernels.counts.native == len(works)
+        self.products.kernels.counts.native = 0
         for found, expert, inputs in ((out[1:-1], 0, x), (out[:1], 1, x[-1:])):
             error = relative_error(found, self.exact(inputs, expert))
             assert error < {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}[self.dtype]

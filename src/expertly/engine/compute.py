@@ -209,7 +209,7 @@ class LayerCompute:
         """Activations [n, r] of a span's neurons, and their down rows [r, H]: a view of the slots, or decoded, on a CPU
         some blocks at a time.
         """
-        self.kernels.num_torch += 1
+        self.kernels.counts.torch += 1
         geometry, (_, _, of_slot) = self.geometry, self.memory
         slot, num_neurons = span.slot * of_slot, span.num_segments * of_slot
         step = num_neurons

@@ -176,8 +176,8 @@ class Shard:
         run_layer(self.scheduler, self.device, router, lambda spans: None, together=True)
 
     def _count_early(self, num_experts: int) -> None:
-        self.kernels.num_early += num_experts
-        self.kernels.num_native += num_experts
+        self.kernels.counts.early += num_experts
+        self.kernels.counts.native += num_experts
 
     def run_layer(
         self,

@@ -320,7 +320,7 @@ def _use_attention(model: nn.Module, kernels: Kernels) -> int:
             module.config = NamesAttention(config)
             num_changed += 1
             _join_projections(module, kernels)
-    kernels.num_attention = 0  # they were tried
+    kernels.counts.attention = 0  # they were tried
     return num_changed
 
 

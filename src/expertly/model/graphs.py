@@ -245,7 +245,7 @@ class LayerGraphs:
         between()
         mix(at, self.router, self._experts)
         behind()
-        self._shared.kernels.num_graphs += 1
+        self._shared.kernels.counts.graphs += 1
         return at.out.clone()  # type: ignore[no-any-return]
 
     def _attend(self, kwargs: dict[str, Any]) -> None:

@@ -440,8 +440,8 @@ def run_programs(
         for program in programs[number : number + num_further + is_end]:
             if program._ran_mixed:
                 ran.append(program._ran)
-            kernels.num_programs += 1
-            kernels.num_attention += program._is_attended
+            kernels.counts.programs += 1
+            kernels.counts.attention += program._is_attended
         if ran:
             runtime.ran(ran)
         if is_end:

@@ -12,7 +12,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -68,8 +68,6 @@ Work = tuple[Span, Sequence[int], Sequence[int]]
 
 _COMBINE_NBYTES = 16 << 20
 """torch's weighted sum over K takes this many bytes of outputs at a time, to keep a prompt's peak memory low."""
-
-_COUNTS = ("native", "early", "torch", "attention", "graphs", "programs")
 
 _FAILED = "a compiled product"
 
@@ -334,6 +332,18 @@ def put_into(
         call[2 * number - 4], call[2 * number - 3] = of_sequence * size, of_head * size
 
 
+@dataclass
+class KernelCounts:
+    """How often a device's kernels, and torch, computed something."""
+
+    native: int = 0  # experts, or parts of one, that were computed by the compiled products, or Triton's
+    early: int = 0  # of these, before the host knew that they were chosen
+    torch: int = 0  # the same by torch: prompts, mostly
+    attention: int = 0  # layers' attentions that were computed by the compiled kernels
+    graphs: int = 0  # layers whose dense part an accelerator's graphs computed, for a token
+    programs: int = 0  # layers that ran as a program, for a token
+
+
 class Kernels:
     """The products of one device of one model. `library` is None where torch multiplies."""
 
@@ -350,12 +360,7 @@ class Kernels:
         times a layer.
         """
         self.max_threads = granted_cpus()
-        self.num_native = 0  # experts, or parts of one, that were computed by the compiled products, or Triton's
-        self.num_early = 0  # of these, before the host knew that they were chosen
-        self.num_torch = 0  # the same by torch: prompts, mostly
-        self.num_attention = 0  # layers' attentions that were computed by the compiled kernels
-        self.num_graphs = 0  # layers whose dense part an accelerator's graphs computed, for a token
-        self.num_programs = 0  # layers that ran as a program, for a token
+        self.counts = KernelCounts()
         self.stopped: Counter[str] = Counter()  # layers that are no program, or graph, by what stopped them
         self.tape: Tape | None = None  # of who notes calls
 
@@ -374,9 +379,8 @@ class Kernels:
         return None
 
     def facts(self) -> dict[str, str | int]:
-        counts = {name: getattr(self, f"num_{name}") for name in _COUNTS}
         stopped = ", ".join(f"{reason} ({num} layers)" for reason, num in self.stopped.items())
-        return {"name": self.name, "why": self.reason, **counts, "stopped": stopped}
+        return {"name": self.name, "why": self.reason, **asdict(self.counts), "stopped": stopped}
 
     def dots(
         self,
@@ -431,7 +435,7 @@ class Kernels:
         assert layer is not None, "they do not know such a layer"
         if x.stride(1) != 1:
             x = x.contiguous()
-        self.num_native += len(works)
+        self.counts.native += len(works)
         packed, of_x, of_out = array("q"), array("q"), array("q")
         address, nbytes, num_neurons = slots
         for span, x_rows, out_rows in works:
@@ -512,7 +516,7 @@ class Kernels:
         dtype = self.dtypes[q.dtype]
         if self._call.attention(self._level, dtype, threads, call.buffer_info()[0], scale, softcap):
             raise MemoryError(_FAILED)
-        self.num_attention += 1
+        self.counts.attention += 1
         return projected
 
     def attention_call(

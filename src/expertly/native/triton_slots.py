@@ -603,7 +603,7 @@ class SlotCall:
         for work in works:
             together.setdefault(work[0].expert, []).append(work)
         layer = self._layer
-        layer.kernels.num_native += len(works)
+        layer.kernels.counts.native += len(works)
         lists: tuple[list[int], ...] = ([], [], [], [])
         spans, experts, of_x, of_out = lists
         per_segment = layer.width // layer.num_segments
