@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.formats import extension
@@ -15,6 +14,7 @@ from expertly.model.packing import pack
 from tests.families import make_checkpoint
 from tests.formats.gguf_models import CASES, make_model, write_model
 from tests.formats.references import assert_is_the_same
+from tests.formats.test_layouts import assert_holds, changed, fp8
 from tests.model.checkpoints import refused, set_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -33,14 +33,16 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     about = folder / "mine-1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
-    entries = "mixlike = my_formats:MIXLIKE\nhalved = my_formats:Halved\nbroken = my_formats:Nothing\n"
-    (about / "entry_points.txt").write_text(f"[expertly.formats]\n{entries}")
-    (folder / "my_formats.py").write_text(example("my_formats.py"))
+    entries = PAGE.read_text().partition('"expertly.formats"]\n')[2].partition("\n\n")[0].replace('"', "")
+    (about / "entry_points.txt").write_text(f"[expertly.formats]\n{entries}\nbroken = my_format:Nothing\n")
+    for name in ("my_format", "my_architecture"):
+        (folder / f"{name}.py").write_text(example(f"{name}.py"))
     monkeypatch.syspath_prepend(folder)
     extension.cache_clear()
     yield folder
     extension.cache_clear()
-    sys.modules.pop("my_formats", None)
+    for name in ("my_format", "my_architecture"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.usefixtures("installed")
@@ -71,24 +73,17 @@ def renamed(path: Path, raw: bytes, name: bytes) -> Path:
 
 
 @pytest.mark.usefixtures("installed")
-def test_its_layout_is_decoded(tmp_path: Path) -> None:
-    source = make_checkpoint("qwen3_moe", tmp_path / "source")
-    expected = load_file(source / "model.safetensors")
-    halved = {}
-    for name, tensor in expected.items():
-        is_expert = ".experts." in name
-        halved |= {f"{name}_half": tensor / 2} if is_expert else {name: tensor}
-    save_file({name: tensor.contiguous() for name, tensor in halved.items()}, source / "model.safetensors")
-    set_config(source, quantization_config={"quant_method": "halved"})
+def test_its_layout_keeps_the_bytes_and_the_tokens(tmp_path: Path) -> None:
+    endings = ".fp8", ".fp8_scale", ".input_scale"
+    source, plain = changed(tmp_path / "model", lambda one: fp8(one, *endings, rows=True), {"quant_method": "scaled"})
     store = pack(source, tmp_path / "store")
-    plain = make_checkpoint("qwen3_moe", tmp_path / "plain")
-    same = pack(plain, tmp_path / "plain store")
-    assert [path.read_bytes() for path, *_ in store.extents] == [path.read_bytes() for path, *_ in same.extents]
+    assert store.manifest.stored_as == "fp8_rows"
+    assert_holds(store, source, plain)
 
 
 @pytest.mark.usefixtures("installed")
 def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
     source = make_checkpoint("qwen3_moe", tmp_path / "source")
     set_config(source, quantization_config={"quant_method": "broken"})
-    with pytest.raises(ConfigError, match="format='broken': my_formats:Nothing cannot be loaded"):
+    with pytest.raises(ConfigError, match="format='broken': my_format:Nothing cannot be loaded"):
         pack(source, tmp_path / "store")
