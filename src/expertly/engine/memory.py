@@ -218,8 +218,8 @@ def _divide_stated(
 
 
 def _available(target: torch.device, total: str | int | None) -> tuple[int | None, int, str]:
-    """The bytes that `total` states, if it does; those for weights, KV cache and activations, and words for their
-    amount: the free memory, or what is stated less what this process takes of the same memory already.
+    """The bytes that `total` states, or None; the bytes for weights, KV cache and activations; and a sentence on these.
+    They are the stated bytes without those that this process takes of them, or else the free memory.
     """
     kind = kind_of(target)
     free = kind.available_nbytes(target)
@@ -250,7 +250,7 @@ def beside_layers(
     runs_on_host: bool,
     is_coded: bool = False,
 ) -> BesideExperts:
-    """What a model of such experts needs beside them."""
+    """What a model with these layers of experts needs beside them."""
     cache = kv_cache_nbytes(config, 1, itemsize, is_coded=is_coded)
     if not runs_on_host:
         return BesideExperts(dense_nbytes, WORKING_NBYTES, cache)

@@ -114,9 +114,9 @@ class Collector:
         self._info: IterationInfo | None = None
         self._is_real: Mask | None = None  # None: all rows are
         self._seen: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # router input [T, H], logits [T, E]
-        self._of_tokens: dict[int, torch.Tensor] = {}  # choices [V, K] of layers whose router goes by the token alone
+        self._of_tokens: dict[int, torch.Tensor] = {}  # choices [V, K] where the router sees only token ids
         self.left_out: list[int] = []
-        """Layers of which nothing is predicted, since nothing can ask their routers."""
+        """Layers without predictions: their routers cannot be called with earlier hidden states."""
         if "lookahead" in self._wants:
             self._find_who_looks_ahead(routers)
         unseen = [layer for layer, router in enumerate(routers) if router is None]
@@ -183,8 +183,8 @@ class Collector:
     def routed(
         self, ran: RouterRan, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> Callable[[], Routed] | None:
-        """A router has chosen experts [T, K] with weights [T, K]. None where nobody observes the pass, or the layer has
-        other rows than it.
+        """A router has chosen experts [T, K] with weights [T, K]. None where nobody observes the pass, or the layer's
+        rows are not those of the pass.
         """
         inputs, logits = self._seen.pop(ran.layer, (None, None))
         info, is_real, wants, layer = self._info, self._is_real, self._wants, ran.layer

@@ -240,7 +240,7 @@ class Engine:
             self._unseen.layers.append((layer, ids, clock[-2], clock[-1]))
 
     def _count_unseen(self, info: IterationInfo | None) -> None:
-        """Tell the scheduler what those layers chose that did not wait for it."""
+        """Have the scheduler count the choices of layers that ran without it."""
         shard, unseen = self.shard, self._unseen.take()
         if self._is_closed:
             return
@@ -287,8 +287,8 @@ class Engine:
 
 
 class _Unseen:
-    """The choices of a pass's layers that did not wait for them: every expert is resident, and there is nothing to
-    decide. They come to the host with what the pass waits for in any case.
+    """Choices of layers that ran without the scheduler, as all their experts are resident. They are copied to the host
+    together, when the pass waits for the device in any case.
     """
 
     def __init__(self, device: Device) -> None:

@@ -107,7 +107,7 @@ class Shard:
         ]
 
     def predict(self, predictor: Predictor) -> Prefetcher:
-        """From now on prefetch what this predictor says, which is told of passes by what this returns."""
+        """From now on prefetch what this predictor says. It learns of passes from the Prefetcher that is returned."""
         device = self.device.torch_device
         beside = kind_of(device).beside(device)  # what is observed is complete: wait for nothing queued since
         self.prefetcher = Prefetcher(self.scheduler, self.device, predictor, beside)
@@ -126,7 +126,7 @@ class Shard:
         graph is captured).
         """
         self.device.begin()
-        if self.begins_early and not self._has_all:  # what lacks nothing evicts nothing
+        if self.begins_early and not self._has_all:  # a device with all experts evicts none
             self._has_all = not self.scheduler.allocation.is_online and None not in self.scheduler.cache.whole
         if self.times is not None:
             self._begun = self.device.stamp()
@@ -134,9 +134,9 @@ class Shard:
                 self.scheduler.configure(self.times.timing())
 
     def begin_early(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, *, is_seen: bool) -> Early | None:
-        """Queue what computes the chosen experts `ids` [T, K] that are resident, on hidden states [T, H], before the
-        host knows the choice, which `run_layer` needs to go on; None where this layer does not begin early. Where all
-        experts stay resident and nobody looks at the choice (`is_seen`), the layer is complete: see `count`.
+        """Queue the kernels of those chosen experts `ids` [T, K] that are resident, on hidden states [T, H], before the
+        host knows the choice; `run_layer` does the rest. None where this layer does not begin early. If all experts
+        stay resident and nobody looks at the choice (not `is_seen`), nothing is left but to `count`.
         """
         compute = self._layers[layer]
         if compute.slots is None or compute.norm is not None or len(hidden) > EARLY_TOKENS:
@@ -151,8 +151,8 @@ class Shard:
         return compute.begin_early(hidden, ids, spans, choice)
 
     def chosen_experts(self, layer: int, tensors: Sequence[torch.Tensor]) -> ChosenExperts | None:
-        """A program's step for a token's experts, which asks nobody where all of them are resident; None where the
-        scheduler is to be asked at once.
+        """A program's step that computes a token's experts without the scheduler if all of them are resident. None
+        where the scheduler has to decide before each layer.
         """
         scheduler = self.scheduler
         if self.device.queues_uses or self.times is not None or scheduler.allocation.is_online:
@@ -162,8 +162,8 @@ class Shard:
         return self._layers[layer].chosen(table, self.geometry.layers[layer].num_experts, tensors)
 
     def count_token(self, choices: list[Choice]) -> list[Choice]:
-        """Count what layers chose for a token in decode that were computed before anybody was asked. Returns those that
-        `count` is to be told.
+        """Count a decoded token's choices that layers computed without the scheduler. Returns the choices that are left
+        for `count`.
         """
         if self.device.queues_uses:
             return choices
@@ -171,7 +171,7 @@ class Shard:
         return choices[ran:]
 
     def count(self, router: RouterRan) -> None:
-        """Count what a layer chose that was complete early."""
+        """Count the choices of a layer that was computed without the scheduler."""
         self._count_early(len(router.experts))
         run_layer(self.scheduler, self.device, router, lambda spans: None, together=True)
 
@@ -205,7 +205,7 @@ class Shard:
     def _without(
         self, early: Early, experts: Sequence[int], compute: Callable[[Sequence[Span]], None]
     ) -> Callable[[Sequence[Span]], None]:
-        """`compute` of what was not computed early. Nothing has been decided since: those slots are still in use."""
+        """`compute` without the experts that `begin_early` queued, whose slots have not changed since."""
         done = {span for expert in experts if (span := early.spans[expert]) is not None}
         self._count_early(len(done))
         if done:

@@ -91,7 +91,7 @@ class HookedRouter:
         return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
 
     def normalised(self, logits: torch.Tensor) -> torch.Tensor:
-        """Routing scores [..., E] in float32 that, with those of no expert, sum to 1: softmax, or sigmoids' shares."""
+        """Routing scores [..., E] in float32: softmax, or sigmoids over the sum of all columns."""
         if self._is_normalised:
             scores = logits.float()
         elif self.scoring == "softmax":
@@ -109,9 +109,9 @@ class HookedRouter:
 def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> list[HookedRouter | None]:
     """The router of each MoE layer of a loaded model; None where no module beside the experts is one.
 
-    A router is the module whose output contains the choice that the experts received, or scores of which it is the K
-    best; its logits are the [T, E] in the same output. Otherwise it is the outermost module with the experts' input
-    whose output is [T, E]. The forward pass that finds them is not told to the runtime.
+    A router is the module whose output contains the choice of experts, or scores whose K best are that choice;
+    its logits are the [T, E] in the same output. Otherwise it is the outermost module with the experts' input
+    whose output is [T, E]. The runtime does not see the forward pass that finds them.
     """
     blocks = _watch_blocks(model)
     return [_find(number, blocks[number], layer.num_experts) for number, layer in enumerate(layers)]
@@ -209,7 +209,7 @@ class _Block:
         return None
 
     def has_best(self, parts: list[Any]) -> bool:
-        """Whether the choice is the K best of one of them."""
+        """Whether the choice is the K best of the scores in `parts`."""
         position = _logits_position(parts, self)
         best = None if position is None else _rows(parts[position]).topk(self.index.shape[-1]).indices
         return best is not None and _is_same(best.sort().values, self.index.sort().values)

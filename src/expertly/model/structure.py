@@ -130,7 +130,7 @@ def of_the_model(value: Any) -> Any:
 
 
 def _check_text(path: Path, config: PreTrainedConfig) -> None:
-    """Refuse what is only found when a text is made, or not at all."""
+    """Refuse what transformers would find only when it writes a text, or never."""
     try:
         text = config.get_text_config(decoder=True)
     except Exception as cause:  # whatever is in its place
@@ -160,7 +160,7 @@ def first_line(cause: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' warnings and errors in its log: what is wrong is raised, or intended here."""
+    """Silence transformers' log: what is wrong raises an exception, or is intended here."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -277,7 +277,7 @@ def find_experts(meta_model: PreTrainedModel, itemsize: int) -> list[ExpertsSite
             block = re.sub(r"(\.\d+)\..*", r"\1", name)
             sites.append((in_block[block], _site(meta_model, name, module, itemsize, calls)))
             in_block[block] += 1
-    # Of a layer with several, as for text and for images, the others come behind the first of all layers.
+    # Layers may have several, as for text and for images: the first one of each layer, then the second ones.
     sites.sort(key=lambda site: site[0])
     if not sites:
         names = {type(module).__name__ for module in meta_model.modules()}

@@ -43,10 +43,10 @@ TABLE_NBYTES = 256 << 20
 """A table of more is read by row."""
 
 _IN_FLIGHT_NBYTES = 4 << 20
-"""Of a look-up's reads that are under way at a time; as much again of those for look-ups to come."""
+"""Most bytes of a look-up's reads under way at a time. Reads ahead of later look-ups have as much again."""
 
 _NEAR_PAGES = 1
-"""Rows with no more between them are one read."""
+"""Rows with at most so many pages between them are one read."""
 
 _BYTES = Geometry((LayerGeometry(1, 1, 1, 1, 2, 1, "bytes", 1, 1),))
 """To readers the file is one layer, whose "experts" and slots are single bytes."""
@@ -61,7 +61,7 @@ def _up(nbytes: int) -> int:
 
 
 def table_modules(model: PreTrainedModel) -> dict[str, Any]:
-    """The large tables of a model on the meta device, by path: those that nothing else shares, as a head does."""
+    """The large tables of a model on the meta device, by path: but for those that something else shares, as a head."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -215,12 +215,12 @@ _ABOUT = {
     *(getattr(torch.Tensor, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "nbytes", "itemsize", "grad")),
     *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.__len__),
 }
-"""What is known of a table without its numbers."""
+"""Functions that need no numbers of a table."""
 
 
 class StoredWeight(torch.Tensor):
-    """A table [rows, columns] that is in the store. To look something up reads these rows; for whoever does anything
-    else with it all of it is read, as a copy: changing that changes nothing.
+    """A table [rows, columns] in the store. A look-up reads the rows that it needs. Any other operation reads the whole
+    table, as a copy: changing that changes nothing.
     """
 
     _is_hf_initialized = True  # transformers gives it no random values
@@ -246,7 +246,7 @@ class StoredWeight(torch.Tensor):
 
 
 def leave_in_store(model: nn.Module, paths: Sequence[str]) -> None:
-    """So that loading a model on the meta device reads nothing of these tables."""
+    """Have loading a model on the meta device read nothing of these tables."""
     for path in paths:
         module: Any = model.get_submodule(path)
         weight = module.weight
@@ -255,7 +255,7 @@ def leave_in_store(model: nn.Module, paths: Sequence[str]) -> None:
 
 
 class _Unchanged:
-    """A KV cache whose state whoever has this reads, and does not write."""
+    """A KV cache to read: its updates do nothing."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache

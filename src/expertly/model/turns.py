@@ -77,13 +77,13 @@ class Turns(Scheduler):  # type: ignore[misc]
     a part of its prompt, whose pages the cache keeps until others need them.
 
     Each pass holds a token of every text that is being written, and parts of prompts, those first that have the least
-    left. Prompts that it cannot finish are left out beside those that it can, but not twice in a row; and of them, the
+    left. If it can finish some prompts, it leaves out those that it cannot, but not twice in a row. Of these, the
     one with the least left and the oldest take turns.
 
-    Who comes waits for the pass that runs. Beside others, a part of a prompt takes about as long as two passes of a
-    short message, so that one takes about thrice as long as alone; where nobody has come yet, as twelve, so that a
-    prompt takes hardly longer than in the largest parts. How many tokens those are is measured. What one pass can
-    finish alone is not cut.
+    A new request waits for the pass that runs. A part of a prompt is therefore cut to the time of about two passes of a
+    short message beside other requests, so that such a message takes about three times as long as alone; and to the
+    time of twelve without others, so that the prompt takes hardly longer than in the largest parts. How many tokens
+    those are is measured. A prompt that one pass can finish alone is not cut.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -141,7 +141,7 @@ class Turns(Scheduler):  # type: ignore[misc]
         return bool(self._in_pass & (before | reading))
 
     def free_share(self) -> float:
-        """Of the cache: what no request has. Any thread may ask."""
+        """The share of the cache that no request has. Any thread may ask."""
         if not self._allocators:
             return float(self.cache.get_num_free_blocks() / self.cache.num_blocks)
         kept = sum(len(allocator.ledger.cached_blocks) * allocator.bytes_per_block for allocator in self._allocators)
@@ -154,8 +154,8 @@ class Turns(Scheduler):  # type: ignore[misc]
         return [state for state in _by_age(self.active_requests.values()) if state.status == status]
 
     def _writing(self) -> list[RequestState]:
-        """Those first that the last pass had no room for: it may read as many tokens from the cache as that has, and
-        reads those that several texts share for each of them.
+        """Texts that are being written, first those that the last pass had no room for. A pass reads at most as many
+        tokens as the cache holds, and counts tokens that several texts share once for each text.
         """
         return sorted(self._of_status(RequestStatus.DECODING), key=lambda state: state.request_id in self._in_pass)
 

@@ -29,8 +29,8 @@ log = logging.getLogger("expertly.serve")
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What may run at a time: `max_running` texts, in `num_pages` pages of KV cache. `context`: the
-    longest text, prompt included, for which alone there are pages; `max_queue` requests may wait.
+    """What may run at a time: `max_running` texts, in `num_pages` pages of KV cache. `context`: tokens of the longest
+    text, prompt included, that the pages hold when it runs alone. `max_queue` requests may wait.
     """
 
     context: int
@@ -96,7 +96,7 @@ class RequestScheduler:
     def close(self) -> None:
         """End the model's threads; requests that they leave fail. Any thread may call. Idempotent."""
         if self._stepper is not None:
-            self._is_closing = True  # what the model's threads say of their end is nobody's business
+            self._is_closing = True  # passes that fail from now on were ended on purpose
             self._stepper.close()
             self._problem = self._problem or _SHUTTING_DOWN
             self._later(self.abort)
@@ -138,7 +138,7 @@ class RequestScheduler:
         self._next()
 
     def drain(self) -> bool:
-        """Accept no more requests. Whether all accepted ones have ended."""
+        """Accept no more requests. Returns whether all accepted ones have ended."""
         self.is_draining = True
         return not self.waiting and not self.running
 
@@ -170,7 +170,7 @@ class RequestScheduler:
                 text.num_cached = self._running_stepper.num_cached(name)
             try:
                 delta = text.add(choice)
-            except Exception as error:  # of a tokenizer that does not know the token: nobody else waits here for it
+            except Exception as error:  # a tokenizer's: it fails this request alone
                 self._fail(request, failed(f"token {choice.token} cannot be made text: {error}"))
                 continue
             now_s = time.perf_counter()
@@ -226,7 +226,7 @@ class RequestScheduler:
         self._running_stepper.submit(Entry(text.name, [*text.prompt, *text.tokens], left, text.ends))
 
     def _release(self, text: Text) -> None:
-        """Free a text's place. Tells the model where it would go on: the text was cancelled, or met a stop string."""
+        """Free a text's place. The model is told to end a text that was cancelled or met a stop string."""
         if self.running.pop(text.name, None) is None:
             return
         if text.reason is None or text.stops.matched:

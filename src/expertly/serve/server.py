@@ -34,22 +34,21 @@ from expertly.serve.view import View
 _LAST_WORDS_S = 5.0  # time for finished answers to reach their clients
 _FORCED_LAST_WORDS_S = 1.0  # the same where a second signal ends the server
 
-# A connection that has brought no request for so long is closed, also one that sends its headers byte by byte; and
-# one whose client has read nothing of its answer, whose request then ends.
 SILENT_S = 75.0
+"""A connection is closed after so long without a request's headers, or if its client reads nothing of an answer."""
 
 MAX_WAITED_FOR = 384
-"""Connections whose next request, or the rest of it, is not there; the queue bounds those that are answered."""
+"""Most connections that wait for a request, or the rest of one; the queue bounds those that are answered."""
 
 MAX_HEAD_NBYTES = 64 << 10
-"""Bytes that are no part of a body: a request's headers, and what comes behind a request before it is answered."""
+"""Most bytes outside bodies: a request's headers, and what its client sends behind it before the answer."""
 
 log = logging.getLogger("expertly.serve")
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """A server without its socket. `make` makes what runs the model, of a sampler and what is told of failed passes."""
+    """A server without its socket. `make(sampler, failed)` makes what runs the model and calls `failed`."""
 
     model: Any
     app: Any
@@ -132,7 +131,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's, with bounds of its headers and number; of too many the one waited for longest is closed."""
+    """uvicorn's, with bounds on headers, and on connections that wait for their client: the first to wait is closed."""
 
     cycle: Any  # the last request whose headers are there
     transport: Any
@@ -144,7 +143,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._unread = 0, self.since  # bytes that the client has not read, and since when
 
     def is_stalled(self, before: float) -> bool:
-        """Whether its client has read nothing since then that was there to be read. It must be asked now and then."""
+        """Whether bytes have been waiting for its client since `before`, and it read none. To be asked regularly."""
         num_unread = self.transport.get_write_buffer_size()
         if num_unread != self._unread[0]:
             self._unread = num_unread, time.monotonic()
