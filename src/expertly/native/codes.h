@@ -7,8 +7,8 @@
  *   one power of two, cut into three digits of 8 bits that are multiplied separately; where codes of 8 bits are too large
  *   to be multiplied by bytes (ADD_WORDS), into two digits of 12 bits. Sums are exact; an input loses what is below 2^-23
  *   of the unit's largest input, as it would in a float32 sum;
- * - pairs of bfloat16, with AVX512-BF16 and MXFP4 (mxfp4_pairs): values are looked up as bfloat16, sums are float32;
- * - float32 otherwise, and where NVFP4's weights are to be rounded to 16 bits once they are scaled (rounded_add).
+ * - pairs of bfloat16, with AVX512-BF16 and MXFP4 or NVFP4 (mxfp4_pairs): values are looked up as bfloat16, sums are float32;
+ * - float32 otherwise, and else where NVFP4's weights are to be rounded to 16 bits once they are scaled (rounded_add).
  *
  * In registers, codes of V outputs are 8 words for a unit; a word has 4 bytes for each output, one input each. Of every 8
  * inputs, one word has those at even places and the next those at odd places, since two codes share a stored byte.
@@ -69,6 +69,18 @@ INLINE int scales_of_unit(int format) {
 INLINE int is_rounded(int format, int dtype) { return format == NVFP4 && dtype != FLOAT32; }
 
 static const float E2M1_VALUES[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+
+/* The powers of two in numbers of FP8, by exponent; then, of those with exponent 0, by sign and mantissa, those powers and what
+ * the mantissa is beside them, 8 times and in both halves of a word.
+ */
+static const float FP8_POWERS[16] = {0, 0x1p-6f, 0x1p-5f, 0x1p-4f, 0x1p-3f, 0x1p-2f, .5f, 1, 2, 4, 8, 16, 32, 64, 128, 256};
+static const float FP8_SMALL_POWERS[16] = {
+    0, 0x1p-9f, 0x1p-8f, 0x1p-8f, 0x1p-7f, 0x1p-7f, 0x1p-7f, 0x1p-7f,
+    0, -0x1p-9f, -0x1p-8f, -0x1p-8f, -0x1p-7f, -0x1p-7f, -0x1p-7f, -0x1p-7f,
+};
+static const uint32_t FP8_SMALL_MANTISSAS[16] = {
+    0, 0, 0, 0x200020, 0, 0x100010, 0x200020, 0x300030, 0, 0, 0, 0x200020, 0, 0x100010, 0x200020, 0x300030,
+};
 
 INLINE int has_minimum(int format) {
     return format == Q4_K || format == Q5_K || format == Q4_1 || format == Q5_1 || format == Q2_K;
@@ -537,6 +549,61 @@ INLINE void NAME(mxfp4_pairs)(int format, int N, int64_t num, const char *p, con
         const vf scale = NAME(code_scale)(format, p, 0, 0, 0, &minimum);
         for (int t = 0; t < N; t++)
             *(vf *)(sums + t * stride) += ((vf)a[t][0] + (vf)a[t][1] + ((vf)a[t][2] + (vf)a[t][3])) * scale;
+    }
+}
+
+/* The same for NVFP4: a table has the rounded weights of the 8 mantissas that a scale may have, without signs, by mantissa
+ * and code. Sums of 16 inputs are scaled by the rest, a power of two.
+ */
+INLINE void NAME(nvfp4_pairs)(int format, int N, int64_t num, const char *p, const unit *x, int64_t x_stride, int64_t x_step,
+                              float *sums, int64_t stride, int64_t step) {
+    const __m512i seven = _mm512_set1_epi16(7), sign = _mm512_set1_epi16(INT16_MIN);
+    const __m512i twice = (__m512i)((vu){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001u | 0x80008000u);
+    __m512i table[2] = {seven, seven};
+    for (float last = 0; num; num--, p += tile_nbytes(format), x += x_step, sums += step) {
+        NAME(fetch)(p + AHEAD + 512, 68);
+        float whole;
+        memcpy(&whole, p + 576, 4);
+        if (whole != last) {
+            float weights[64];
+            for (int i = 0; i < 64; i++) {
+                const float mantissa = 1 + (float)(i / 8) / 8;
+                weights[i] = (whole < 0 ? mantissa / -whole : mantissa * whole) * E2M1_VALUES[i % 8];
+            }
+            for (int i = 0; i < 2; i++) {
+                const __m512 *from = (const __m512 *)(weights + i * 32);
+                table[i] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 1), _mm512_loadu_ps(from));
+            }
+            last = whole;
+        }
+        for (int part = 0; part < 4; part++) {
+            const __m512i scales = _mm512_shuffle_epi8(REPEAT(p + 512 + part * 16), twice); /* in both halves of a word */
+            const __mmask16 is_small = _mm512_testn_epi32_mask(scales, _mm512_set1_epi32(0xf0));
+            const vu powers = (vu)LOOKUP_IN(*(const vf *)FP8_POWERS, _mm512_srli_epi32(scales, 4));
+            const __m512 usual = (__m512)(powers | ((vu)scales << 28 & 0x80000000u));
+            const vf power = (vf)_mm512_mask_permutexvar_ps(usual, is_small, scales, *(const __m512_u *)FP8_SMALL_POWERS);
+            const __m512i mantissas = _mm512_mask_permutexvar_epi32(
+                _mm512_slli_epi32(scales, 3), is_small, scales, *(const __m512i_u *)FP8_SMALL_MANTISSAS);
+            __m512 a[MAX_TOKENS][4];
+            for (int t = 0; t < N; t++)
+                for (int k = 0; k < 4; k++) a[t][k] = _mm512_setzero_ps();
+            for (int i = 0; i < 2; i++) {
+                NAME(fetch)(p + AHEAD + part * 128 + i * 64, 1);
+                __m512i codes = _mm512_loadu_si512(p + part * 128 + i * 64);
+                KEEP(codes);
+                for (int k = 0; k < 4; k++) { /* mantissas | codes & 7, then table | codes & 8 */
+                    const __m512i shifted = _mm512_srli_epi16(codes, 4 * k);
+                    const __m512i place = _mm512_ternarylogic_epi32(shifted, seven, mantissas, 0xea);
+                    const __m512i sizes = _mm512_permutex2var_epi16(table[0], place, table[1]);
+                    const __m512i weights =
+                        _mm512_ternarylogic_epi32(sizes, _mm512_slli_epi16(codes, 12 - 4 * k), sign, 0xf8);
+                    for (int t = 0; t < N; t++)
+                        a[t][k] = ADD_PAIRS(a[t][k], weights, x[t * x_stride + part / 2].halves + part % 2 * 16 + i * 8 + k * 2);
+                }
+            }
+            for (int t = 0; t < N; t++)
+                *(vf *)(sums + t * stride) += ((vf)a[t][0] + (vf)a[t][1] + ((vf)a[t][2] + (vf)a[t][3])) * power;
+        }
     }
 }
 #endif

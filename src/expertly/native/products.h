@@ -212,7 +212,7 @@ typedef struct {
  * so that AVX512-BF16 can multiply them. GGUF's are not among them: their models are computed in float32.
  */
 #define PAIRS_FORMATS(X) \
-    X(MXFP4, mxfp4, mxfp4) X(FP8, fp8, fp8) X(INT4_G32, int4_g32, int4) X(INT4_G128, int4_g128, int4) \
+    X(MXFP4, mxfp4, mxfp4) X(NVFP4, nvfp4, nvfp4) X(FP8, fp8, fp8) X(INT4_G32, int4_g32, int4) X(INT4_G128, int4_g128, int4) \
     X(INT4_G32_ZEROS, int4_g32_zeros, int4) X(INT4_G128_ZEROS, int4_g128_zeros, int4)
 
 #define X(F, f, group, nbytes) F,
