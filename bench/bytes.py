@@ -31,7 +31,7 @@ from typing import Any
 
 from common import options, print_report
 
-from expertly.policies.learned import ModelShape
+from expertly.core.geometry import ModelShape
 from expertly.policies.reuse import ReuseModel
 from expertly.scheduler.systems import get_system
 from expertly_lab.cli.arguments import split

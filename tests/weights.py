@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from expertly.policies.learned import ModelShape, save_learned
+from expertly.core.geometry import ModelShape
+from expertly.policies.learned import save_learned
 from expertly.policies.promoe import LearnedWeights, Mlp, pairs
 from expertly.store.cache import learned_beside
 from expertly.store.manifest import Manifest

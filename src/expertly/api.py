@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from expertly.core.errors import ConfigError, ModelUseError, StoreError
-from expertly.core.geometry import Geometry, fitting_segments
+from expertly.core.geometry import Geometry, ModelShape, fitting_segments
 from expertly.core.placement import Placement
 from expertly.core.resources import parse_size
 from expertly.core.units import format_share
@@ -46,7 +46,7 @@ from expertly.model.tiled import use_tiles
 from expertly.native.kernels import choose_kernels, end_team
 from expertly.options import AUTO, LOAD_OPTIONS, LoadOptions, described
 from expertly.policies.known import Known
-from expertly.policies.learned import LearnedState, ModelShape, read_learned, save_learned
+from expertly.policies.learned import LearnedState, read_learned, save_learned
 from expertly.policies.reuse import compiled_reuse
 from expertly.scheduler.systems import AUTO_SYSTEM, BASE_SYSTEM, System, get_runnable, without_prediction
 from expertly.store.cache import learned_beside

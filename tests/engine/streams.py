@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from expertly.core.costs import Link
 from expertly.core.messages import Span
 from expertly.engine import cpu
 from expertly.engine.cuda import CopyThread, CudaDevice
@@ -36,6 +35,11 @@ class Copied(NamedTuple):
     begin_ns: int
     end_ns: int
     nbytes: int
+
+
+class Link(NamedTuple):
+    nbytes_per_s: float
+    latency_ns: int  # before a copy moves
 
 
 class LateValues:
@@ -159,7 +163,7 @@ class Accelerator(LateValues):
         assert not any(each < last and first < behind and then > begin for each, behind, then in self._reads), (
             "a copy overwrites what kernels still read"
         )
-        self._link_free_ns = end = begin + self._link.occupies_ns(target.nbytes)
+        self._link_free_ns = end = begin + round(target.nbytes / self._link.nbytes_per_s * 1e9)
         self.copied.append(Copied(begin, end, target.nbytes))
         target.view(torch.uint8).fill_(POISON)
         self._coming.append((target, source))

@@ -14,7 +14,6 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.cli.stats_report import report
-from expertly.core.costs import Link
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
@@ -27,7 +26,7 @@ from tests.engine.conftest import Cases
 from tests.engine.disk import Disk
 from tests.engine.observe import loaded, open_files, reader_threads
 from tests.engine.slot_kernels import put_slot_kernels
-from tests.engine.streams import Accelerator, LateStreams, put_in_place
+from tests.engine.streams import Accelerator, LateStreams, Link, put_in_place
 from tests.families import generate
 
 pytestmark = pytest.mark.timeout(60)

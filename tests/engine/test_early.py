@@ -11,13 +11,12 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.core.costs import Link
 from expertly.engine import shard
 from expertly.model.hooks import experts_modules
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
 from tests.engine.slot_kernels import put_slot_kernels
-from tests.engine.streams import Accelerator, OnDevice, put_in_place
+from tests.engine.streams import Accelerator, Link, OnDevice, put_in_place
 from tests.engine.test_compute import relative_error
 from tests.families import HIDDEN_SIZE, NUM_EXPERTS, generate
 

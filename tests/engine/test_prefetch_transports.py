@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from expertly.core.costs import Link
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
@@ -28,7 +27,7 @@ from expertly.scheduler.cache import LOADING, PREFETCHING
 from expertly.scheduler.loop import Prefetcher, run_layer
 from tests.engine import streams
 from tests.engine.disk import Disk
-from tests.engine.streams import Accelerator, Mark, RandomStreams
+from tests.engine.streams import Accelerator, Link, Mark, RandomStreams
 from tests.scheduler.checked import CheckedScheduler
 from tests.scheduler.soak import LAYERS, RandomPredictor, nothing_seen, random_routers
 

@@ -12,11 +12,10 @@ from unittest.mock import Mock
 import pytest
 
 import expertly
-from expertly.core.costs import Link
 from tests.engine.conftest import Cases
 from tests.engine.disk import Preads
 from tests.engine.observe import COUNTS, loaded, recording
-from tests.engine.streams import Accelerator, put_in_place
+from tests.engine.streams import Accelerator, Link, put_in_place
 from tests.families import FAMILIES, generate, load_reference, make_prompts
 
 SUMMED = (*COUNTS, "demanded_bytes", "hit_bytes", "bytes_loaded", "evicted_bytes", "stall_s", "experts_s", "compute_s")

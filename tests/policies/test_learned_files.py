@@ -16,9 +16,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from expertly.core.errors import StoreError
-from expertly.core.geometry import LayerGeometry
+from expertly.core.geometry import LayerGeometry, ModelShape
 from expertly.core.headers import TensorSpec, safetensors_header
-from expertly.policies.learned import VERSION, ModelShape, read_learned, save_learned
+from expertly.policies.learned import VERSION, read_learned, save_learned
 from expertly.policies.promoe import LearnedWeights
 from tests.store.mounts import tiny_disk
 from tests.weights import random_weights

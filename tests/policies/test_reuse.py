@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from expertly.core import compiled as core_compiled
-from expertly.core.geometry import Geometry
+from expertly.core.geometry import Geometry, ModelShape
 from expertly.core.messages import RouterRan
 from expertly.policies import reuse
-from expertly.policies.learned import ModelShape
 from expertly.policies.registry import EVICTIONS
 from expertly.policies.reuse import NEAR_DISCOUNT, ReuseModel, compiled_reuse
 from tests.scheduler.drive import geometry, one_token, run_layer, scheduler

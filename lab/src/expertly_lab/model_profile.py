@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from expertly.api import handle
-from expertly.core.costs import Link
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.messages import Span
 from expertly.core.resources import cpu_name
@@ -21,7 +20,7 @@ from expertly.engine.device import kind_of
 from expertly.model.hooks import RanStep, experts_modules
 from expertly.model.playing import forward
 from expertly.model.structure import dense_shape
-from expertly_lab.sim.hardware import Hardware
+from expertly_lab.sim.hardware import Hardware, Link
 
 CONTEXT = 32
 """Tokens in the KV cache when a decode step is measured."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from expertly.core.errors import ConfigError, TraceError
-from expertly.policies.learned import ModelShape
+from expertly.core.geometry import ModelShape
 from expertly.policies.promoe import LearnedWeights, Mlp, Pair, pairs
 from expertly_lab.accuracy import Accuracy, accuracies, means
 from expertly_lab.dataset import Dataset, Rows, needed

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from expertly.core.costs import Link
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.engine import cuda
@@ -21,6 +20,7 @@ from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.systems import get_system
 from expertly_lab.sim import study as study_module
 from expertly_lab.sim.compute import ComputeModel
+from expertly_lab.sim.hardware import Link
 from expertly_lab.sim.link import Clock
 from expertly_lab.sim.simulator import Simulator
 from expertly_lab.sim.study import Memory

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from expertly.core.geometry import ModelShape
 from expertly.core.observation import History
 from expertly.policies.fmoe import MapStore
-from expertly.policies.learned import ModelShape
 from expertly_lab.papers import fmoe, moe_infinity
 from expertly_lab.papers.judge import HOLDS, Cell, Claim, Sample, verdict_of
 from expertly_lab.papers.runner import find_experiment

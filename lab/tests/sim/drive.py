@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from expertly.core.costs import Link
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.scheduler.systems import SYSTEMS, get_system
-from expertly_lab.sim.hardware import Hardware
+from expertly_lab.sim.hardware import Hardware, Link
 from expertly_lab.sim.schedule import Selection, make_schedule
 from expertly_lab.sim.study import Memory, Study
 from expertly_lab.trace.reader import Trace

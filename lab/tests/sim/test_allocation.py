@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertly.core.costs import Link
-from expertly.core.geometry import LayerGeometry, fitting_segments
+from expertly.core.geometry import LayerGeometry, ModelShape, fitting_segments
 from expertly.policies.known import Known
-from expertly.policies.learned import ModelShape
 from expertly.policies.reuse import ReuseModel
 from expertly.scheduler.systems import SYSTEMS, get_system
+from expertly_lab.sim.hardware import Link
 from expertly_lab.sim.schedule import Selection, make_schedule
 from expertly_lab.sim.study import BOUNDS, Memory
 from expertly_lab.sim.training import TrainingPart

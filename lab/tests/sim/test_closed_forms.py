@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertly.core.costs import Link
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.systems import SYSTEMS
 from expertly_lab import synth
+from expertly_lab.sim.hardware import Link
 from expertly_lab.sim.simulator import Simulator
 from expertly_lab.sim.study import Memory, Study
 from expertly_lab.trace.reader import Trace

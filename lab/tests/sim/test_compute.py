@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from expertly.core.costs import Link
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry
 from expertly_lab.sim.compute import ComputeModel, step_times
-from expertly_lab.sim.hardware import Hardware
+from expertly_lab.sim.hardware import Hardware, Link
 from lab.tests.sim.drive import INFINITE, sized, toy
 
 LAYER = LayerGeometry(8, 2, 1000, 500, 3, 2)  # 3 000 000 bytes an expert

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from expertly.core.costs import Link
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly_lab.sim.geometries import read_geometry
-from expertly_lab.sim.hardware import Hardware, shipped
+from expertly_lab.sim.hardware import Hardware, Link, shipped
 
 FULL = Hardware('a "machine" with a \\ and ünïcode 🦀', Link(math.inf, 7), 5e9, 1, 2, 3)
 

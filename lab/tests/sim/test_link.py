@@ -7,10 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from expertly.core.costs import Link
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly_lab.sim.hardware import Hardware
+from expertly_lab.sim.hardware import Hardware, Link
 from expertly_lab.sim.link import Clock, VirtualLink, VirtualLinks
 from lab.tests.sim.drive import sized, toy
 

@@ -18,6 +18,9 @@ PAGE_NBYTES = 4096
 """Alignment that direct I/O needs of addresses, offsets and lengths."""
 
 
+MAX_LAYERS, MAX_EXPERTS = 4096, 0xFFFE
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
     """One MoE layer's experts. An expert is stored neuron-major, `[I, M, H]`, M = `num_matrices`; in a `format` of
@@ -159,6 +162,44 @@ class Geometry:
         for size_class, number in zip(self.size_classes, of_layers, strict=True):
             sums[size_class] += number
         return sums
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """How many experts each MoE layer of a model has, and how many its router chooses."""
+
+    num_experts: tuple[int, ...]
+    top_k: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        numbers = f"num_experts={list(self.num_experts)!s:.80}, top_k={list(self.top_k)!s:.80}"
+        if not 1 <= len(self.num_experts) == len(self.top_k) <= MAX_LAYERS:
+            raise ConfigError(f"model shape: {numbers}: must be as many, of 1 to {MAX_LAYERS} layers")
+        if not all(1 <= k <= num <= MAX_EXPERTS for num, k in zip(self.num_experts, self.top_k, strict=True)):
+            raise ConfigError(f"model shape: {numbers}: must be 1 <= top_k <= experts <= {MAX_EXPERTS}")
+
+    def __str__(self) -> str:
+        """`26 layers of 64 experts, top-6`."""
+        return f"{len(self.num_experts)} layers of {range_text(self.num_experts)} experts, top-{range_text(self.top_k)}"
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> ModelShape:
+        layers = geometry.layers
+        return cls(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.num_experts)
+
+    @property
+    def max_experts(self) -> int:
+        """E, of the largest layer."""
+        return max(self.num_experts)
+
+
+def range_text(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def stored_as(layers: Sequence[LayerGeometry], dtype: str) -> str:

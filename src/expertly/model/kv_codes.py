@@ -18,9 +18,10 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from expertly.core.errors import ConfigError
+from expertly.core.geometry import MAX_LAYERS, ModelShape
 from expertly.model.hooks import CACHE, RoomyLayer, become, give_room, passes_of
 from expertly.native.kernels import STEP_NBYTES
-from expertly.policies.learned import MAX_LAYERS, Arrays, LearnedState, ModelShape, Sizes, Tensor
+from expertly.policies.learned import Arrays, LearnedState, Sizes, Tensor
 
 NUM_TOKENS = 128
 """Of the text that factors and divergence are of."""

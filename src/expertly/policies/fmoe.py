@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import ConfigError
-from expertly.core.geometry import Geometry
+from expertly.core.geometry import Geometry, ModelShape
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Routed, Want
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.eviction import DenseScoredPolicy
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import MAX_CAPACITY, MAX_NBYTES, ModelShape
+from expertly.policies.learned import MAX_CAPACITY, MAX_NBYTES
 from expertly.policies.prediction import Predictor, distance_in
 from expertly.policies.similarity import TIE, RunningCosines, inverse_root
 

@@ -8,7 +8,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import disk_errors, replacing
-from expertly.core.geometry import Geometry
+from expertly.core.geometry import ModelShape, range_text
 from expertly.core.headers import (
     TensorInfo,
     TensorSpec,
@@ -31,7 +31,7 @@ from expertly.core.untrusted import LEARNED, check_value, parse_as, reading
 
 VERSION = 2
 """Of the format, and of the constants that weights depend on."""
-MAX_LAYERS, MAX_EXPERTS, MAX_CAPACITY = 4096, 0xFFFE, 1 << 20
+MAX_CAPACITY = 1 << 20
 MAX_NBYTES = LEARNED.nbytes  # that a state may take in memory, too: a small file must not claim all there is
 OF_A_TRACE = "trace:"  # begins the identity of a state made of a trace whose model was not named
 MARK = b'"expertly-'
@@ -42,39 +42,6 @@ Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 Sizes = Mapping[str, tuple[int, int]]
 """The least and the most numbers that a dimension may have, by its letter."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """How many experts each MoE layer of a model has, and how many its router chooses."""
-
-    num_experts: tuple[int, ...]
-    top_k: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        numbers = f"num_experts={list(self.num_experts)!s:.80}, top_k={list(self.top_k)!s:.80}"
-        if not 1 <= len(self.num_experts) == len(self.top_k) <= MAX_LAYERS:
-            raise ConfigError(f"model shape: {numbers}: must be as many, of 1 to {MAX_LAYERS} layers")
-        if not all(1 <= k <= num <= MAX_EXPERTS for num, k in zip(self.num_experts, self.top_k, strict=True)):
-            raise ConfigError(f"model shape: {numbers}: must be 1 <= top_k <= experts <= {MAX_EXPERTS}")
-
-    def __str__(self) -> str:
-        """`26 layers of 64 experts, top-6`."""
-        return f"{len(self.num_experts)} layers of {_span(self.num_experts)} experts, top-{_span(self.top_k)}"
-
-    @classmethod
-    def of(cls, geometry: Geometry) -> ModelShape:
-        layers = geometry.layers
-        return cls(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.num_experts)
-
-    @property
-    def max_experts(self) -> int:
-        """E, of the largest layer."""
-        return max(self.num_experts)
 
 
 class Tensor(NamedTuple):
@@ -204,7 +171,7 @@ def _check_shapes(path: Path, learned: LearnedState, infos: Mapping[str, TensorI
     for name, (dtype, dims, *_) in tensors.items():
         info = infos.get(name)
         ranges = [bounds.get(letter, (0, MAX_CAPACITY)) for letter in dims]
-        accepted = f"accepted: {dtype} [{', '.join(map(_span, ranges))}]"
+        accepted = f"accepted: {dtype} [{', '.join(map(range_text, ranges))}]"
         if info is None:
             raise StoreError(f"{path}: tensor {name!r}: missing; {accepted}")
         is_right = (info.dtype, len(info.shape)) == (dtype, len(dims))
@@ -225,8 +192,3 @@ def _check_numbers(path: Path, tensors: Mapping[str, Tensor], arrays: Arrays) ->
             place = np.argwhere(~is_right)[0].tolist()
             said = f"{place}: {array[tuple(place)]}; accepted: {least:g} to {most:g}"
             raise StoreError(f"{path}: tensor {name!r}: {said}")
-
-
-def _span(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return str(low) if low == high else f"{low} to {high}"

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import ConfigError
-from expertly.core.geometry import Geometry
+from expertly.core.geometry import Geometry, ModelShape
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
 from expertly.policies.base import option
 from expertly.policies.eviction import DenseScoredPolicy
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import MAX_CAPACITY, MAX_NBYTES, ModelShape
+from expertly.policies.learned import MAX_CAPACITY, MAX_NBYTES
 from expertly.policies.prediction import ALL_LAYERS, Predictor, WidthOptions, best_of_rows, distance_in
 from expertly.policies.similarity import TIE, RunningCosines, inverse_root
 

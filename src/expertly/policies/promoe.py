@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import ConfigError
-from expertly.core.geometry import Geometry
+from expertly.core.geometry import MAX_LAYERS, Geometry, ModelShape
 from expertly.core.messages import Prediction
 from expertly.core.observation import Floats, Routed, Want
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import MAX_LAYERS, Arrays, LearnedState, ModelShape, Sizes, Tensor
+from expertly.policies.learned import Arrays, LearnedState, Sizes, Tensor
 from expertly.policies.prediction import RankingPredictor, WidthOptions, best_of_rows
 
 Weights = npt.NDArray[np.floating[Any]]

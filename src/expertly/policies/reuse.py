@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.compiled import compiled
-from expertly.core.geometry import Geometry
+from expertly.core.geometry import Geometry, ModelShape
 from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS
 from expertly.policies.eviction import DenseScoredPolicy, MakePolicy
 from expertly.policies.known import NOTHING, Known
-from expertly.policies.learned import ModelShape
 
 Floats = npt.NDArray[np.float32]
 

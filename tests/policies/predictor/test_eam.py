@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from expertly.core.geometry import ModelShape
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, History, Routed
-from expertly.policies.learned import ModelShape
 from expertly.policies.moe_infinity import EAM, Collection, EAMOptions, Match
 from tests.policies.predictor.naive import EXPERTS, LAYERS, TOP_K, NaiveCollection, choices, cosine, matrix_of
 from tests.scheduler.drive import geometry

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from expertly.core.geometry import ModelShape
 from expertly.core.observation import Floats
 from expertly.policies.fmoe import MapStore, Search
-from expertly.policies.learned import ModelShape
 from tests.policies.predictor.naive import NaiveStore, cosine, cosines, random_scores
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 6, 8, 2, 16

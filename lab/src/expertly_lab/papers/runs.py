@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from expertly.core.errors import ExpertlyError
-from expertly.core.geometry import DenseShape, LayerGeometry
+from expertly.core.geometry import DenseShape, LayerGeometry, ModelShape
 from expertly.core.messages import Span
 from expertly.core.units import format_nbytes
 from expertly.data import demo_predictor
 from expertly.policies.known import Known
-from expertly.policies.learned import LearnedState, ModelShape, read_learned
+from expertly.policies.learned import LearnedState, read_learned
 from expertly.policies.prediction import Predictor
 from expertly.policies.promoe import LearnedWeights
 from expertly.scheduler.systems import get_system, names_of_options

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from annotated_types import Ge, Gt, Le, MinLen, Predicate
 
-from expertly.core.costs import Link
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
 from expertly.core.untrusted import PROFILE, parse_as, read_text
@@ -28,6 +27,20 @@ DESCRIPTION = {"extra": "forbid"}
 _DATA = Path(__file__).resolve().parent.parent / "data"
 _T = TypeVar("_T")
 _Nanoseconds = Annotated[int, Ge(0), Le(10**18)]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A serial server of transfers: n spans submitted together have arrived after one latency and the sum of the times
+    that each occupies it. With an infinite rate and no latency it is infinitely fast.
+    """
+
+    nbytes_per_s: Annotated[float, Gt(0)]
+    latency_ns: Annotated[int, Ge(0)]  # from a span's submission until it moves, at the least: a busy link hides it
+
+    def occupies_ns(self, nbytes: int) -> int:
+        """How long a span of so many bytes keeps the link from serving the next one."""
+        return round(nbytes / self.nbytes_per_s * 1e9)
 
 
 @dataclass(frozen=True, slots=True)
