@@ -650,7 +650,7 @@ def main() -> None:
         template.write(TEMPLATE)
         template.flush()
         command = [sys.executable, "-m", "expertly", "serve", "--memory", "50%", "--dtype", "float32", "--port", "0"]
-        command += ["--json", "--name", "demo", "--chat-template", template.name]
+        command += ["--json", "--served-model-name", "demo", "--chat-template", template.name]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None

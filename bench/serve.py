@@ -144,7 +144,7 @@ class Bench:
         self.model.generation_config.eos_token_id = None  # as many tokens as are asked for
         room = Room(context, max(32 * 9, 2 * context // PAGE_TOKENS), 32, 1024)
         batching.Turns = scheduler or Turns  # type: ignore[misc]
-        assembled = assemble(self.model, self.tokenizer, ServeOptions(name="model"), (), room)
+        assembled = assemble(self.model, self.tokenizer, ServeOptions(served_model_name="model"), (), room)
         self._listener = bind("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]
         is_up = threading.Event()

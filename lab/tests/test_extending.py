@@ -161,7 +161,9 @@ def test_a_policy_of_the_page_is_compared_and_served(
     assert main(["lab", "compare", "--system", system, "--out", "compared", *few.split()]) == 0
     (row,) = [row for row in json.loads(capsys.readouterr().out)["rows"] if row["system"] == system]
     assert 0 < row["engine"]["hit_rate"] == row["simulated"]["hit_rate"] < 1
-    options = ServeOptions(name="demo", system=system, memory="25%", dtype="float32", device="cpu", context=128)
+    options = ServeOptions(
+        served_model_name="demo", system=system, memory="25%", dtype="float32", device="cpu", context=128
+    )
     assembled = open_server(options)
     with running(assembled) as serving:
         (message,) = serving.client.models.list().data

@@ -120,7 +120,9 @@ def test_run_with_a_worker(tiny: tuple[str, str], capfd: pytest.CaptureFixture[s
 def test_serve_with_a_worker_that_ends_with_it(tiny: tuple[str, str], start: Callable[..., RunningCommand]) -> None:
     """However it ends: it is killed."""
     folder, expected = tiny
-    running = start("serve", folder, "--port", "0", "--json", "--context", "128", "--name", "tiny", *MEMORY)
+    running = start(
+        "serve", folder, "--port", "0", "--json", "--context", "128", "--served-model-name", "tiny", *MEMORY
+    )
     running.wait_until(lambda: running.out.endswith("\n"))
     url = json.loads(running.out)["url"]
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 8, "temperature": 0}

@@ -104,7 +104,7 @@ def assembled_for(
     keys: Sequence[str] = (),
     **options: Any,
 ) -> Assembled:
-    told = ServeOptions(**({"name": "demo"} | options))
+    told = ServeOptions(**({"served_model_name": "demo"} | options))
     return assemble(model, tokenizer, told, keys, room or room_for(), template)
 
 

@@ -35,7 +35,7 @@ def test_each_family_writes_what_generate_writes(family: str, tmp_path: Path) ->
     reference = load_reference(folder)
     texts = ["ask", "an expert", "segments"]
     expected = [greedy(reference, tokenizer, text, 6) for text in texts]
-    with served(model, tokenizer, room_for(context=128, max_running=4), name=family) as serving:
+    with served(model, tokenizer, room_for(context=128, max_running=4), served_model_name=family) as serving:
         told: Any = serving.client.models.retrieve(family).model_extra
         together = family in ("qwen3_moe", "gpt_oss")
         assert told["expertly"]["batching"] == ("continuous" if together else "one at a time")
@@ -62,7 +62,7 @@ def test_a_second_turn_reads_only_what_is_new(family: str, tmp_path: Path) -> No
     folder = make_checkpoint(family, tmp_path / family, tokenizer=True)
     model, tokenizer = expertly.load(str(folder), memory="50%", device="cpu", dtype="float32")
     reference = load_reference(folder)
-    with served(model, tokenizer, room_for(context=256, max_running=4), name=family) as serving:
+    with served(model, tokenizer, room_for(context=256, max_running=4), served_model_name=family) as serving:
 
         def ask(tokens: list[int]) -> tuple[list[int], int]:
             """The answer, and how many tokens of the prompt were computed."""
@@ -134,7 +134,7 @@ def test_stop_strings_of_the_models_config_end_texts(family: str, is_special: bo
     model, tokenizer = expertly.load(str(folder), memory="50%", device="cpu", dtype="float32")
     assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), expected)
     assert torch.equal(generate(model, inputs["input_ids"][0].tolist(), generation_config(model, 12)), expected)
-    with served(model, tokenizer, room_for(context=128, max_running=4), name=family) as serving:
+    with served(model, tokenizer, room_for(context=128, max_running=4), served_model_name=family) as serving:
         got = serving.complete("ask", 12, model=family).choices[0]
         text = tokenizer.decode(tokens)
         assert (got.text, got.finish_reason) == (text[: text.index(stop)], "stop")
@@ -148,7 +148,7 @@ def test_nan_is_told_with_its_layer_and_the_server_goes_on(family: str, tmp_path
     model, tokenizer = expertly.load(str(folder), memory="50%", device="cpu", dtype="float32")
     weight = model.get_submodule("model.norm").weight.data
     before = weight.clone()
-    with served(model, tokenizer, room_for(context=128, max_running=4), name=family) as serving:
+    with served(model, tokenizer, room_for(context=128, max_running=4), served_model_name=family) as serving:
         expected = serving.complete("ask", 6, model=family).choices[0].text
         weight.fill_(torch.nan)
         for is_stream in (False, True):

@@ -78,7 +78,7 @@ def test_four_chats_of_a_large_context_run_in_a_cache_of_one(tmp_path: Path) -> 
     family = FAMILIES["qwen3_moe"]
     family = replace(family, config=family.config | {"max_position_embeddings": 40960})
     folder = make_checkpoint(family, tmp_path / "model", tokenizer=True)
-    assembled = open_server(ServeOptions(model=str(folder), name="demo", memory="50%", context=32768))
+    assembled = open_server(ServeOptions(model=str(folder), served_model_name="demo", memory="50%", context=32768))
     prompts = [f"{word} " * 200 for word in WORDS[:3]]
     with closing(assembled.service), running(assembled) as serving, ExitStack() as streams:
         room, writing = serving.scheduler.room, serving.scheduler.running

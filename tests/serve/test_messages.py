@@ -340,7 +340,7 @@ def test_a_session_of_an_agent(demo: tuple[Any, Any], caplog: pytest.LogCaptureF
 def test_the_variables_that_a_server_prints_are_what_clients_need(
     start: Callable[..., RunningCommand], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = start("serve", "--port", "0", "--context", "256", "--memory", "50%", "--name", "my model")
+    running = start("serve", "--port", "0", "--context", "256", "--memory", "50%", "--served-model-name", "my model")
     running.wait_until(lambda: "OPENAI_API_KEY" in running.out)
     lines = [line for line in running.out.splitlines() if line.strip().startswith("export ")]
     assert len(lines) <= 3

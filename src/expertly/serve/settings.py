@@ -21,9 +21,11 @@ _root_path = checked(lambda text: text.rstrip("/"), "a path, as /llm", lambda pa
 class ServeOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     api_key_file: str | None = option(None, "a file of keys that clients must have one of, one a line", metavar="FILE")
-    name: str | None = option(None, "the model's name for clients (default: that of MODEL)", metavar="NAME")
     served_model_name: Sequence[str] | str | None = option(
-        None, "several names, with commas between them", metavar="NAMES", is_several=True, panel=ADVANCED
+        None,
+        "the model's name for clients, or several with commas between them (default: that of MODEL)",
+        metavar="NAMES",
+        is_several=True,
     )
     context: int | None = option(None, "the longest text in tokens, prompt included (default: 4096)", least=1)
     max_running: int = option(16, "how many texts are written at a time", least=1)
@@ -49,8 +51,6 @@ class ServeOptions(LoadOptions):
         if self.served_model_name:
             several = self.served_model_name
             return names("served_model_name", several if isinstance(several, str) else ",".join(several))
-        if self.name:
-            return [self.name]
         path = Path(self.model or "demo")
         return [path.resolve().name if self.model and path.exists() else str(self.model or "demo")]
 
