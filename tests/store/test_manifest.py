@@ -35,6 +35,7 @@ def of_layer(name: str, value: object) -> Callable[[dict[str, Any]], None]:
 
 BAD: list[tuple[dict[str, Any] | Callable[[dict[str, Any]], Any], str]] = [
     *(({"format_version": value}, "format_version=.*: must be 5") for value in (4, None, "5", True)),
+    ({"format_version": 3, "codec": "planes"}, "format_version=3: must be 5"),  # whose experts were compressed
     *(({name: None}, f"{name}=None: ") for name in asdict(FULL) if name != "rounding"),
     *(({"dtype": value}, "dtype=") for value in ("NaN", "int8", ["bfloat16"], "BF16")),
     *(({"sites": value}, "sites") for value in ([], ["a"], [1, 2])),
