@@ -14,8 +14,7 @@ Grid = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 ASSUMED = (
     "Times are of a simulated clock. Computing is assumed, from the machine's profile: with LRU and a quarter of the "
     "experts it is {} of a token's time. So is the link's rate. What is hit, loaded and evicted is decided by the code "
-    "that the engine runs. No time here was compared with a GPU but in one table ([simulator](../simulator.md)), which "
-    "is off by two."
+    "that the engine runs. No time here was compared with a GPU."
 )
 READ = (
     "A cell says how the claim stands on a trace, and the comparison that decides: how much better (+) the claimed "
