@@ -204,7 +204,7 @@ def print_report(
 def write_report(
     name: str, rows: list[dict[str, Any]], settings: dict[str, Any], out: str | None = None
 ) -> dict[str, Any]:
-    """A report, which is written to `out` where given, else to `$EXPERTLY_BENCH_OUT/<name>.json`."""
+    """A report, which is written to `out` where given."""
     report = {
         "benchmark": name,
         "command": " ".join(["python", *sys.argv]),
@@ -215,11 +215,9 @@ def write_report(
         "settings": settings,
         "results": rows,
     }
-    folder = os.environ.get("EXPERTLY_BENCH_OUT")
-    target = Path(out) if out else Path(folder) / f"{name}.json" if folder else None
-    if target is not None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(report, indent=1) + "\n")
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
