@@ -62,10 +62,6 @@ class Observer(Protocol):
         """The pass ended; `ok` is False when it raised."""
 
 
-class UnwantedError(RuntimeError):
-    """A pass was stopped between two layers."""
-
-
 class Engine:
     """The `model.hooks.Runtime` of one model. One forward pass at a time."""
 
@@ -79,7 +75,7 @@ class Engine:
         self.observer: Observer | None = None
         self.prefetching: Prefetching | None = None
         self.is_unwanted: Callable[[], bool] = lambda: False
-        """Asked before the experts of each layer of a prompt, whose pass then raises UnwantedError."""
+        """Asked before the experts of each layer of a prompt, whose pass then raises RuntimeError."""
         self.num_passes = dict.fromkeys(Phase, 0)
         self.num_tokens = dict.fromkeys(Phase, 0)
         self._damage = damage
@@ -186,7 +182,7 @@ class Engine:
         if self._is_stopped or os.getpid() != self._process:
             self._check_open()
         if self.is_unwanted():
-            raise UnwantedError("nobody waits for this pass")
+            raise RuntimeError("nobody waits for this pass")
         if torch.is_grad_enabled():
             if hidden_states.requires_grad:
                 raise ModelUseError("the experts come and go: gradients cannot be computed; use torch.no_grad()")
