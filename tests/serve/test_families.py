@@ -94,7 +94,7 @@ def test_who_goes_while_a_prompt_is_read_ends_it_at_the_next_layer(tmp_path: Pat
     model, tokenizer = expertly.load(str(folder), memory="50%", device="cpu", dtype="float32")
     executor = expertly.api.handle(model).engine.executor  # type: ignore[attr-defined]
     run_layer, begun, layers = executor.run_layer, threading.Event(), list[int]()
-    with served(model, tokenizer, room_for(context=256, max_running=4), name="demo") as serving:
+    with served(model, tokenizer, room_for(context=256, max_running=4), served_model_name="demo") as serving:
 
         def slow(work: Any, *more: Any) -> Any:
             layers.append(work.router.layer)
