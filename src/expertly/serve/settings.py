@@ -26,6 +26,7 @@ class ServeOptions(LoadOptions):
         "the model's name for clients, or several with commas between them (default: that of MODEL)",
         metavar="NAMES",
         is_several=True,
+        panel=ADVANCED,
     )
     context: int | None = option(None, "the longest text in tokens, prompt included (default: 4096)", least=1)
     max_running: int = option(16, "how many texts are written at a time", least=1)
