@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import signal
 import sys
 import types
 from dataclasses import dataclass
@@ -105,8 +106,11 @@ def test_version(capsys, monkeypatch):
     """Of `expertly` and `python -m expertly`."""
     assert told(capsys, "--version") == f"expertly {__version__}\n"
     monkeypatch.setattr(sys, "argv", ["expertly", "--version"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("expertly", run_name="__main__")
+    try:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("expertly", run_name="__main__")
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # else Ctrl-C ends the tests' process
     assert ended.value.code == 0
 
 
