@@ -151,8 +151,9 @@ class DenseScoredPolicy(ScoredPolicy):
     def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> EvictionPolicy:
         return cls(geometry)
 
-    all_scores: Callable[[], npt.NDArray[np.floating[Any]]]
-    """A method that gives the score of every expert by dense id. Callers must not write it."""
+    @abstractmethod
+    def all_scores(self) -> npt.NDArray[np.floating[Any]]:
+        """The score of every expert by dense id. Callers must not write it."""
 
     def admitted(self, expert: int) -> None:
         self._barrier[expert] = 0

@@ -204,7 +204,6 @@ class Reuse(DenseScoredPolicy):
 
     def __init__(self, geometry: Geometry, model: ReuseModel, capacity: int) -> None:
         super().__init__(geometry)
-        self.all_scores = model.worth
         self._model = model  # that all caches share
         self._has_choice = capacity < geometry.num_experts
 
@@ -224,3 +223,6 @@ class Reuse(DenseScoredPolicy):
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         if self._has_choice:
             self._model.observe(router)
+
+    def all_scores(self) -> Floats:
+        return self._model.worth()
