@@ -53,7 +53,7 @@ def _pages(factors: KeyFactors | None, *, config: Any, dtype: torch.dtype, **mor
         kind = allocator.__class__ = type(kind.__name__, (kind,), {"update": update})
         allocator._expertly_factors = factors.of_layers
     if sliding:
-        cache.pool.blocks_per_sector.append(1)  # of pages that are none
+        cache.pool.blocks_per_sector.append(1)  # the pool has an entry for each allocator; this one takes no pages
         cache.pool.reset()
         window: Any = object.__new__(type(kind.__name__, (_Window, kind), {}))
         vars(window).update(vars(allocator), index=1, sliding_window=config.sliding_window)
@@ -81,7 +81,7 @@ class _Window:
         return 0
 
     def _others(self, *args: Any, **kwargs: Any) -> None:
-        """The other allocator does it."""
+        """Nothing: the allocator whose pages these are does it."""
 
     allocate_cache_to_request = acquire_prefix_blocks = mark_complete_blocks = _others
     free_blocks = free_all_requests = _others

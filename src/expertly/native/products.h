@@ -252,7 +252,6 @@ INLINE int takes_pairs(int format) {
 
 enum { UNIT = 32 };        /* inputs that are prepared together (unit) */
 enum { AHEAD = 12 << 10 }; /* bytes between what is multiplied and what is prefetched meanwhile */
-enum { NEAR = 4 << 10 };   /* the same, of rows that are read one after the other */
 
 /* 32 inputs of a token, in the order in which a format's weights are decoded (place_in_unit in codes.h), in one of four
  * forms: float32, bfloat16, or fixed point in three 8-bit digits, fixed.scale * (digits[0] + 256 digits[1] + 65536

@@ -178,14 +178,6 @@ INLINE void NAME(fetch)(const char *p, int64_t nbytes) {
     for (int64_t q = 0; q < nbytes; q += 64) __builtin_prefetch(p + q, 0, 2);
 }
 
-/* Reads memory that lies between what is multiplied, as what is multiplied is: memory gives most to who reads it in order. */
-INLINE void NAME(touch)(const char *p, int64_t nbytes) {
-    for (int64_t q = 0; q < nbytes; q += 64) {
-        NAME(fetch)(p + q + NEAR, 1);
-        (void)*(const volatile char *)(p + q);
-    }
-}
-
 static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out);
 static void NAME(many_prepare)(int dtype, const char *x, int64_t width, unit *out, int64_t step);
 
