@@ -52,10 +52,20 @@ TEXT_ALONE = {"llama4"}
 """Families whose model of images and text fails on text in transformers."""
 
 HAS_PROGRAMS = {
-    "aria", "aria_text", "dots1", "glm4_moe", "glm4v_moe", "gpt_oss", "granitemoe", "granitemoe_swa",
-    "granitemoeshared", "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
-    "qwen3_omni_moe_thinker", "qwen3_vl_moe", "sarvam_moe", "solar_open",
-}  # fmt: skip
+    *(
+        "aria",
+        "aria_text",
+        "dots1",
+        "glm4_moe",
+        "glm4v_moe",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoeshared",
+    ),
+    *("granitemoeshared", "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    *("qwen3_omni_moe_thinker", "qwen3_vl_moe", "sarvam_moe", "solar_open"),
+}
 """Families whose layers run as programs, once a sequence alone has decoded three tokens."""
 
 

@@ -50,7 +50,7 @@ def load_gptq(source: Path, dtype: torch.dtype | None = None) -> PreTrainedModel
     return load_reference(folder, dtype=dtype)
 
 
-SYSTEMS = [("lru", "100%", 1), ("expertly-ahead", "25%", 1)]
+SYSTEMS = [(system, memory, 1) for system in ("lru", "expertly-ahead") for memory in ("25%", "100%")]
 
 
 def assert_computes(

@@ -81,7 +81,7 @@ def test_types_may_differ_between_layers_and_matrices(
     in_file = sum(ref.nbytes for name, ref in open_checkpoint(path).tensors.items() if "_exps" in name)
     assert in_file <= store.experts_nbytes <= 1.005 * in_file, "but for padding"
     assert set(store.manifest.dense_formats.values()) == {dense.lower(), "q8_0"}
-    usages = [*pairs(("lru", "expertly-ahead"), ("25%", "100%"), (1, 4)), ("moepic", "50%", 4)]
+    usages = [*pairs(("lru", "expertly-ahead"), ("25%", "100%"), (1, 2, 4)), ("moepic", "50%", 4)]
     few = usages if kernels == "auto" else [("expertly-ahead", "25%", 4)]
     assert_computes(store.folder, reference_of(path), few, near=1e-5)
 
