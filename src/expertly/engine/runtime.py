@@ -75,7 +75,7 @@ class Engine:
         self.observer: Observer | None = None
         self.prefetching: Prefetching | None = None
         self.is_unwanted: Callable[[], bool] = lambda: False
-        """Asked before the experts of each layer of a prompt, whose pass then raises RuntimeError."""
+        """Asked before the experts of a layer, outside programs. If true, the pass raises RuntimeError."""
         self.num_passes = dict.fromkeys(Phase, 0)
         self.num_tokens = dict.fromkeys(Phase, 0)
         self._damage = damage
