@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -139,7 +140,10 @@ def assert_streamed(model: Any) -> None:
 
 def reader_threads() -> list[str]:
     """Names of the threads that an engine started and has not ended."""
-    compiled = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    compiled = list[str]()
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            compiled.append(path.read_text().strip())
     named = [thread.name for thread in threading.enumerate()]
     others = "expertly-team", "expertly-serve"
     return [name for name in (*compiled, *named) if name.startswith("expertly-") and not name.startswith(others)]
