@@ -24,6 +24,7 @@ static const uint16_t E2M1_HALVES[16] = { /* 2 * value, as bfloat16 */
 /* The place of a unit's input i in the order in which codes are multiplied: byte place % 4 of word place / 4. */
 INLINE int place_in_unit(int format, int i) {
     return format >= INT4_G32 ? i % 2 * 16 + i / 2
+         : format == FP8      ? i / 4 * 4 + i % 2 * 2 + i % 4 / 2
          : has_weights(format) || has_blocks(format) || format == TQ1_0 ? i
          : i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
 }

@@ -53,7 +53,8 @@ INLINE uint32_t NAME(fp8_most)(int N, const char *p, int w, vf normal, const uni
         }
         for (int i = 0; i < 4; i++) { /* what lies 8 bits up is one byte further; behind the words is the scale */
             const vf weights = NAME(fp8_usual)(*(const vu *)(q + i), normal);
-            for (int t = 0; t < N; t++) a[t][i % A] += weights * x[t * x_stride + word / 8].x[word % 8 * 4 + i];
+            const int at = word % 8 * 4 + i % 2 * 2 + i / 2;
+            for (int t = 0; t < N; t++) a[t][i % A] += weights * x[t * x_stride + word / 8].x[at];
         }
     }
     for (int t = 0; t < N; t++) {
@@ -61,6 +62,70 @@ INLINE uint32_t NAME(fp8_most)(int N, const char *p, int w, vf normal, const uni
         ((vf *)(sums + t * stride))[w] += a[t][0];
     }
     return left;
+}
+#endif
+
+#if V == 8
+/* The two bytes of 16 numbers that are rounded to bfloat16, of which the last eight are the first with the other sign. */
+typedef struct {
+    __m256i low, high;
+} NAME(fp8_bytes);
+
+INLINE NAME(fp8_bytes) NAME(fp8_bytes_of)(vf numbers) {
+    const __m256i bits = _mm256_srli_epi32((__m256i)NAME(rounded)(BFLOAT16, numbers), 16);
+    const __m256i all = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x88);
+    const __m256i low = _mm256_and_si256(all, _mm256_set1_epi16(255)), high = _mm256_srli_epi16(all, 8);
+    return (NAME(fp8_bytes)){_mm256_packus_epi16(low, low),
+                             _mm256_packus_epi16(high, _mm256_xor_si256(high, _mm256_set1_epi16(128)))};
+}
+
+/* The weights of 32 codes as bfloat16: `usual` looked up byte by byte and their exponents added, but where they are small. */
+INLINE void NAME(fp8_halves_of)(__m256i codes, const NAME(fp8_bytes) *usual, float scale, __m256i *halves) {
+    KEEP(codes); /* loaded once */
+    const __m256i powers = _mm256_and_si256(codes, _mm256_set1_epi8((char)0xf0)), zero = _mm256_setzero_si256();
+    const __m256i places = _mm256_and_si256(codes, _mm256_set1_epi8(15)), are_small = _mm256_cmpeq_epi8(powers, zero);
+    __m256i low = _mm256_shuffle_epi8(usual->low, places), high = _mm256_shuffle_epi8(usual->high, places);
+    if (__builtin_expect(_mm256_movemask_epi8(are_small) != 0, 0)) {
+        const NAME(fp8_bytes) small = NAME(fp8_bytes_of)((*(const vf *)FP8_NORMAL - 0x8p-10f) * (2 * scale));
+        low = _mm256_blendv_epi8(low, _mm256_shuffle_epi8(small.low, places), are_small);
+        high = _mm256_blendv_epi8(high, _mm256_shuffle_epi8(small.high, places), are_small);
+    }
+    const __m256i first = _mm256_slli_epi16(_mm256_unpacklo_epi8(powers, zero), 3);
+    const __m256i last = _mm256_slli_epi16(_mm256_unpackhi_epi8(powers, zero), 3);
+    halves[0] = _mm256_add_epi16(first, _mm256_unpacklo_epi8(low, high));
+    halves[1] = _mm256_add_epi16(last, _mm256_unpackhi_epi8(low, high));
+}
+
+typedef double two_floats __attribute__((aligned(4), may_alias));
+
+/* Adds a tile whose weights are rounded to bfloat16. Of a word, inputs 0 and 2 come first. */
+INLINE void NAME(fp8_halves)(int N, const char *p, float scale, const unit *x, int64_t x_stride, float *sums, int64_t stride) {
+    const NAME(fp8_bytes) usual = NAME(fp8_bytes_of)(*(const vf *)FP8_NORMAL * scale);
+    const __m256i upper = _mm256_set1_epi32((int32_t)0xffff0000u);
+    for (int w = 0; w < 2; w++) {
+        __m256 a[MAX_TOKENS][2][2]; /* of outputs 0, 1, 4 and 5 or of the others; chains of sums, as in fp8_most */
+        for (int t = 0; t < N; t++) a[t][0][0] = a[t][0][1] = a[t][1][0] = a[t][1][1] = _mm256_setzero_ps();
+        for (int j = 0; j < 4; j++)
+#pragma GCC unroll 8 /* so that places are known as code is made */
+            for (int word = 0; word < 8; word++) {
+                const char *q = p + (j * 8 + word) * 64 + w * 32;
+                __m256i halves[2];
+                if (w == 0) NAME(fetch)(q + AHEAD, 1);
+                NAME(fp8_halves_of)(_mm256_loadu_si256((const __m256i *)q), &usual, scale, halves);
+                for (int t = 0; t < N; t++) {
+                    const two_floats *inputs = (const two_floats *)(x[t * x_stride + j].x + word * 4);
+                    const __m256 even = (__m256)_mm256_set1_pd(inputs[0]), odd = (__m256)_mm256_set1_pd(inputs[1]);
+                    for (int k = 0; k < 2; k++) {
+                        __m256 *sum = a[t][k], *other = sum + (N == 1);
+                        *sum = _mm256_fmadd_ps((__m256)_mm256_slli_epi32(halves[k], 16), even, *sum);
+                        *other = _mm256_fmadd_ps((__m256)_mm256_and_si256(halves[k], upper), odd, *other);
+                    }
+                }
+            }
+        for (int t = 0; t < N; t++)
+            ((vf *)(sums + t * stride))[w] +=
+                (vf)_mm256_hadd_ps(_mm256_add_ps(a[t][0][0], a[t][0][1]), _mm256_add_ps(a[t][1][0], a[t][1][1]));
+    }
 }
 #endif
 
@@ -73,26 +138,31 @@ static __attribute__((noinline)) void NAME(fp8_words)(int dtype, int N, uint32_t
             const vf weights = NAME(fp8_any)(dtype, *(const vu *)(p + word * 64 + w * V * 4) >> 8 * i, scale);
             for (int t = 0; t < N; t++) {
                 const unit *one = x + t * x_stride + word / 8;
-                const int at = word % 8 * 4;
-                const float input = dtype == PAIRS ? bfloat16_value((const char *)(one->halves + at + i % 2 * 2 + i / 2))
-                                                   : one->x[at + i];
+                const int at = word % 8 * 4 + i % 2 * 2 + i / 2;
+                const float input = dtype == PAIRS ? bfloat16_value((const char *)(one->halves + at)) : one->x[at];
                 ((vf *)(sums + t * stride))[w] += weights * input;
             }
         }
 }
 
 INLINE void NAME(fp8_add)(int dtype, int N, const char *p, const unit *x, int64_t x_stride, float *sums, int64_t stride) {
-    for (int w = 0; w < W; w++) {
-        uint32_t left = ~0u;
+    uint32_t left[W];
+    for (int w = 0; w < W; w++) left[w] = ~0u;
 #ifdef LOOKUP_IN
-        const float scale = NAME(fp8_scale)(p), size = scale < 0 ? -scale : scale;
-        if (dtype != FLOAT16 && size > 0x1p-100f && size < 0x1p100f) {
-            const vf normal = NAME(rounded)(dtype, *(const vf *)FP8_NORMAL * scale);
-            left = NAME(fp8_most)(N, p, w, normal, x, x_stride, sums, stride);
+    const float scale = NAME(fp8_scale)(p), size = scale < 0 ? -scale : scale;
+    if (dtype != FLOAT16 && size > 0x1p-100f && size < 0x1p100f) {
+#if V == 8
+        if (dtype == BFLOAT16) {
+            NAME(fp8_halves)(N, p, scale, x, x_stride, sums, stride);
+            return;
         }
 #endif
-        if (left) NAME(fp8_words)(dtype, N, left, p, w, x, x_stride, sums, stride);
+        const vf normal = NAME(rounded)(dtype, *(const vf *)FP8_NORMAL * scale);
+        for (int w = 0; w < W; w++) left[w] = NAME(fp8_most)(N, p, w, normal, x, x_stride, sums, stride);
     }
+#endif
+    for (int w = 0; w < W; w++)
+        if (left[w]) NAME(fp8_words)(dtype, N, left[w], p, w, x, x_stride, sums, stride);
 }
 
 #ifdef PAIRS_LABEL

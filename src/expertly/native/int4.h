@@ -88,6 +88,7 @@ static __attribute__((noinline)) void NAME(int4_decode)(int format, const char *
 
 #ifdef ADD_BYTES
 #define AT_ONCE (V / 4) /* of a vector: four bytes each of four words */
+#define ABREAST (V == 8 ? 1 : 2) /* vectors that share the digits, where there are registers for two */
 
 INLINE vf NAME(lanes)(vf values, vu numbers) {
 #ifdef LOOKUP_IN
@@ -141,17 +142,17 @@ INLINE void NAME(int4_add)(int format, const char *p, const unit *x, float *sums
         for (int d = 0; d < 3; d++) start[d] += x[j].fixed.start[0][d];
         sum += x[j].sums[0];
     }
-    const int64_t part = tile_nbytes(format) / (8 / AT_ONCE);
-    for (int g = 0; g < 16 / AT_ONCE; g += 2) { /* two at a time, which share the digits */
-        NAME(fetch)(p + AHEAD + g / 2 * part, part);
-        vu errors[2];
-        vi numbers[2][3] = {0}, rounded[2][2] = {0}; /* of 4 * 2 times at most 16, which MOST_ADDED allows */
-        for (int r = 0; r < 2; r++) errors[r] = (vu)JOIN(table, rows.errors + (g + r) * AT_ONCE);
+    const int64_t part = tile_nbytes(format) / (16 / AT_ONCE / ABREAST);
+    for (int g = 0; g < 16 / AT_ONCE; g += ABREAST) {
+        NAME(fetch)(p + AHEAD + g / ABREAST * part, part);
+        vu errors[ABREAST];
+        vi numbers[ABREAST][3] = {0}, rounded[ABREAST][2] = {0}; /* of 4 * 2 times at most 16, which MOST_ADDED allows */
+        for (int r = 0; r < ABREAST; r++) errors[r] = (vu)JOIN(table, rows.errors + (g + r) * AT_ONCE);
         for (int j = 0; j < kind.group / UNIT; j++)
             for (int half = 0; half < 2; half++) {
                 vu digits[3];
                 for (int d = 0; d < 3; d++) digits[d] = (vu)REPEAT(x[j].fixed.digits[d] + half * 16);
-                for (int r = 0; r < 2; r++) {
+                for (int r = 0; r < ABREAST; r++) {
                     const vu both = *(const vu *)(p + j * 256 + (g + r) * 4 * V);
                     const vu codes = (half ? both >> 4 : both) & 0x0f0f0f0fu;
                     const vu added = SHUFFLE_EACH(errors[r], codes);
@@ -165,7 +166,7 @@ INLINE void NAME(int4_add)(int format, const char *p, const unit *x, float *sums
                     }
                 }
             }
-        for (int r = 0; r < 2; r++) {
+        for (int r = 0; r < ABREAST; r++) {
             for (int d = 0; d < 3; d++) numbers[r][d] = ADDED_BYTES(numbers[r][d]) + start[d];
             for (int d = 0; d < 2; d++) rounded[r][d] = ADDED_BYTES(rounded[r][d]) + start[d + 1];
             vu spread;
@@ -189,6 +190,7 @@ INLINE void NAME(int4_add)(int format, const char *p, const unit *x, float *sums
     }
 }
 #undef AT_ONCE
+#undef ABREAST
 #else
 INLINE void NAME(int4_add)(int format, const char *p, const unit *x, float *sums) {
     const int4_kind kind = int4_kind_of(format);
