@@ -10,7 +10,7 @@ import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # those of `signal` make enums: 25 us a layer
 from _signal import signal as set_handler
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -140,9 +140,7 @@ class Engine:
             raise NanError(f"{place}: {self._damage(layer) or NAN_REASONS}")
 
     def check_logits(self, logits: torch.Tensor) -> None:
-        """Raises NanError where every row has NaN. A NaN in the head's weights is in all rows; one
-        row may be padding.
-        """
+        """Raises NanError where every row has NaN, as with NaN in the head's weights; one row may be padding."""
         if self._has_nan(logits[..., -1, :]) and bool(logits.isnan().any(dim=-1).all()):
             raise NanError(f"the model's head gave NaN: {self._damage(None) or NAN_REASONS}")
 
@@ -372,8 +370,8 @@ class DeferredInterrupts:
     """
 
     def __init__(self) -> None:
-        self._handlers: dict[int, Any] = {}
-        self._waiting: list[int] = []
+        self._handlers: dict[int, Any] = {}  # kept: an interrupt at the end of a context leaves `_note` in place
+        self._waiting: list[int] | None = None  # outside a context
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -381,19 +379,21 @@ class DeferredInterrupts:
         for number in _SIGNALS:
             handler = getsignal(number)
             if callable(handler):  # a signal without one ends the process at once, or does nothing
-                self._handlers[number] = handler
+                self._handlers[number] = self._handlers[number] if handler == self._note else handler
                 set_handler(number, self._note)
+        self._waiting = []
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        handlers, self._handlers = self._handlers, {}
-        for number, handler in handlers.items():
-            set_handler(number, handler)
-        waiting, self._waiting = self._waiting, []
-        for number in waiting:
-            handlers[number](number, None)
+    def __exit__(self, *error: object) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            for number in _SIGNALS:
+                if getsignal(number) == self._note:
+                    set_handler(number, self._handlers[number])
+            for number in waiting:
+                self._handlers[number](number, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number not in self._waiting:
+        if self._waiting is None:
+            self._handlers[number](number, frame)
+        elif number not in self._waiting:
             self._waiting.append(number)
