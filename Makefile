@@ -16,17 +16,22 @@ TRANSFORMERS ?= 5.17.* 5.*
 JOBS ?= 2
 PYTEST_FLAGS ?=
 
+# What a process compiles is kept for the next, whatever a container's image says: else torch and transformers take each
+# of those that tests start some eight seconds more.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.expertly-setup
 DOCS_STAMP := $(VENV)/.expertly-docs
 TRITON_STAMP := $(VENV)/.expertly-triton
 PEERS_STAMP := $(VENV)/.expertly-peers
+ZIG_STAMP := $(VENV)/.expertly-zig
 DIST_STAMP := dist/.expertly-dist
 WHEEL := build/wheel
 WHEEL_STAMP := $(WHEEL)/.expertly-torch
 
-.PHONY: help setup ready browser emulator demo test test-lab test-peers test-arm emulated lint types unit triton format docs dist test-dist test-versions clients clean
+.PHONY: help setup ready browser emulator demo test test-lab test-peers test-arm emulated macos lint types unit triton format docs dist test-dist test-versions clients clean
 .DELETE_ON_ERROR:
 
 help:
@@ -36,7 +41,7 @@ help:
 	@echo "make setup   make $(VENV) with expertly and its development tools in it"
 	@echo "make triton  the tests of the kernels over slots, in Triton's interpreter and compiler; no GPU is needed"
 	@echo "make test-peers  llama.cpp's greedy tokens of files of every GGUF architecture beside ours"
-	@echo "make test-arm    tests of the compiled code with code for aarch64, in an emulator"
+	@echo "make test-arm    tests of the compiled code with code for aarch64, in an emulator; compile it for macOS"
 	@echo "make clients six packages of clients against the server"
 	@echo "make format  rewrite the code as 'make lint' wants it"
 	@echo "make docs    write the tables of README and docs/ from bench/results, and the site into site/"
@@ -48,7 +53,7 @@ help:
 setup: $(STAMP)
 
 # All that tests need and that takes one processor: for `make -j2 ready`, before what takes all of them.
-ready: browser $(STAMP) $(WHEEL_STAMP) $(DIST_STAMP) $(TRITON_STAMP) $(PEERS_STAMP)
+ready: browser $(STAMP) $(WHEEL_STAMP) $(DIST_STAMP) $(TRITON_STAMP) $(PEERS_STAMP) $(ZIG_STAMP)
 
 # The stamp is the last thing made, so a set-up that was interrupted starts over. PyTorch goes first and alone: as a
 # dependency of something else pip may choose a build of several gigabytes. Systems that ship Python without ensurepip
@@ -136,7 +141,18 @@ $(ARM)/caller: $(wildcard src/expertly/native/*.[ch] tests/native/arm/*.[ch])
 	aarch64-linux-gnu-gcc -O1 -std=gnu11 -Wall -pthread -rdynamic -o $@ tests/native/arm/caller.c src/expertly/native/products*.c $(ARM)/readers.o -lm
 	$(CC) -O2 -Wall -shared -fPIC -o $(ARM)/memory.so tests/native/arm/memory.c
 
-test-arm: $(STAMP) emulator
+# Zig brings a C compiler with the headers of macOS; in a folder of its own, as it is 400 MB.
+$(ZIG_STAMP): $(STAMP)
+	$(PIP) install --quiet --no-compile --only-binary :all: --target $(VENV)/zig "ziglang>=0.17,<0.18"
+	@touch $@
+
+macos: $(ZIG_STAMP)
+	@mkdir -p $(ARM)
+	for source in src/expertly/native/*.c src/expertly/policies/*.c; do \
+	    PYTHONPATH=$(VENV)/zig ZIG_GLOBAL_CACHE_DIR=$(ARM)/zig $(BIN)/python -m ziglang cc -target aarch64-macos -O1 -std=gnu11 -Wall -Werror \
+	        -c -o $(ARM)/macos.o $$source || exit 1; done
+
+test-arm: $(STAMP) emulator macos
 	@if $(HAS_ARM); then $(MAKE) --no-print-directory emulated; fi
 
 emulated: $(STAMP) $(ARM)/caller
