@@ -94,8 +94,7 @@ def test_every_family_is_the_reference(number: int, family: str, tmp_path: Path)
         with pytest.raises(ExpertlyError):
             pack(folder, store)
         return
-    alone = AutoModelForCausalLM if family in TEXT_ALONE else type(model)
-    reference = alone.from_pretrained(folder).eval()
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval() if family in TEXT_ALONE else model
     expected = [run(reference, 1), run(reference, 2)]
     pack(folder, store)
     usages = [AHEAD[number % 2], MORE[number % 3]]
