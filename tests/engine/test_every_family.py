@@ -44,7 +44,6 @@ OWN_ATTENTION = {
 }
 """Families of which no layer's attention is a kernel's, and why."""
 
-
 NO_LOOKAHEAD = {"zaya": "its routers need what the layer before had"}
 """Families of which nothing can ask a router early."""
 
@@ -52,17 +51,7 @@ TEXT_ALONE = {"llama4"}
 """Families whose model of images and text fails on text in transformers."""
 
 HAS_PROGRAMS = {
-    *(
-        "aria",
-        "aria_text",
-        "dots1",
-        "glm4_moe",
-        "glm4v_moe",
-        "gpt_oss",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoeshared",
-    ),
+    *("aria", "aria_text", "dots1", "glm4_moe", "glm4v_moe", "gpt_oss", "granitemoe", "granitemoe_swa"),
     *("granitemoeshared", "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
     *("qwen3_omni_moe_thinker", "qwen3_vl_moe", "sarvam_moe", "solar_open"),
 }

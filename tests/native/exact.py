@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.nn.functional import silu
@@ -50,24 +51,38 @@ class Experts:
         assert bool((out[0] == 1).all() if adds else out[0].isnan().all()), "what is not theirs is left alone"
         return list(out[1:].split(list(num_tokens)))
 
+    @cached_property
+    def _exact(self) -> list[list[tuple[torch.Tensor, float]]]:
+        """Each expert's matrices as they are multiplied by, [H, r] and down [r, H], and their largest magnitude."""
+        matrices = [list(weights.double().unbind(1)) for weights in self.weights]
+        return [
+            [(matrix, float(matrix.abs().max())) for matrix in (*(rows.T for rows in inner), down)]
+            for *inner, down in matrices
+        ]
+
+    @cached_property
+    def _down(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Magnitudes and squares."""
+        return [(down.abs(), down**2) for *_, (down, _) in self._exact]
+
     def check(self, found: torch.Tensor, expert: int, x: torch.Tensor, *, adds: bool = False) -> None:
         """An expert's outputs of inputs [n, H]: what each step rounds and sums may change, and no more."""
-        dtype, weights = x.dtype, self.weights[expert].double()
+        dtype, (*inner, last) = x.dtype, self._exact[expert]
         eps, few, x = EPSILON[dtype], 2**-24 if dtype == torch.float16 else 1e-30, x.double()
-        end = self.begin + len(weights)
+        end = self.begin + len(last[0])
         values, errors = [], []
-        for number, bias in enumerate(self.inner_bias):
-            inner, error = _summed(x, weights[:, number].T)
-            values.append(inner + bias[expert, self.begin : end].double())
-            errors.append(error + eps * (inner.abs() + values[-1].abs()) + 2 * few)
+        for matrix, bias in zip(inner, self.inner_bias, strict=True):
+            product, error = _summed(x, *matrix)
+            values.append(product + bias[expert, self.begin : end].double())
+            errors.append(error + eps * (product.abs() + values[-1].abs()) + 2 * few)
         h = silu(values[0])
         error = 1.1 * errors[0] + eps * h.abs() + few
         if len(values) > 1:
             error = error * (values[1].abs() + errors[1]) + h.abs() * errors[1]
             h = h * values[1]
             error += eps * h.abs() + few
-        (exact, bound), down = _summed(h, weights[:, -1]), weights[:, -1].abs()
-        bound = bound + torch.minimum(error @ down, 4 * (error**2 @ down**2).sqrt())  # roundings do not agree
+        (exact, bound), (down, squares) = _summed(h, *last), self._down[expert]
+        bound = bound + torch.minimum(error @ down, 4 * (error**2 @ squares).sqrt())  # roundings do not agree
         if adds:
             exact, bound = exact + 1, bound + 2**-23 * (1 + exact.abs())
         else:
@@ -77,10 +92,10 @@ class Experts:
         assert bool((off <= bound).all()), f"{float((off / bound).nan_to_num(math.inf).max())} of what is allowed"
 
 
-def _summed(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _summed(x: torch.Tensor, weights: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x [n, H] times weights [H, r], and what sums in float32 of so many terms may lose."""
     exact = x @ weights
-    return exact, torch.full_like(exact, 2**-22 * len(weights) * float(x.abs().max() * weights.abs().max()))
+    return exact, torch.full_like(exact, 2**-22 * len(weights) * float(x.abs().max()) * largest)
 
 
 def make_experts(

@@ -16,13 +16,13 @@ from expertly.formats.matrix import Matrix
 from expertly.formats.tiles import ExpertFormat
 from expertly.native.kernels import TASK_TOKENS, Kernels, libraries
 from tests.formats.matrices import MATRICES, SIZES, made
-from tests.native.exact import make_experts
+from tests.native.exact import Experts, make_experts
 from tests.tables import IS_FULL, pairs
 
 AVAILABLE = libraries()
 
-KERNEL_TOKENS = {"few": range(1, 9), "a task": range(9, TASK_TOKENS + 1), "many": (17, 61)}
-"""What is computed with the kernels, and of how many tokens: each format and each library has every other number."""
+KERNEL_TOKENS = [*range(1, TASK_TOKENS + 1), 17, 61]
+"""Of how many tokens something is computed with the kernels: each format and each library has every other number."""
 
 
 def name_of(value: Any) -> str:
@@ -44,9 +44,8 @@ def form(request: pytest.FixtureRequest) -> ExpertFormat:
     indirect=["form"],
     ids=name_of,
 )
-@pytest.mark.parametrize("part", KERNEL_TOKENS)
 def test_experts(
-    form: ExpertFormat, library: Any, sizes: tuple[int, int, int], part: str, monkeypatch: pytest.MonkeyPatch
+    form: ExpertFormat, library: Any, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within what rounding and sums in float32 may lose; threads and the other experts of a call change nothing."""
     monkeypatch.setattr(tiles, "_LEAST_SHARE", 1)  # blocks have padding, although they are small
@@ -54,23 +53,23 @@ def test_experts(
     step = 2 if len(AVAILABLE) > 1 and not IS_FULL else 1
     first = ([*FORMATS, *MIXED].index(form.name) + AVAILABLE.index(library)) % step
     blocks, weights = made(form, *sizes)
+    of_blocks = weights.unflatten(0, (len(blocks), -1))
+    both = weights, of_blocks.flip(0).flatten(0, 1)
     blocks = torch.cat((blocks, blocks.flip(0)))  # a second expert behind it
+    addresses = blocks.data_ptr(), blocks.data_ptr() + blocks.nbytes // 2
     for dtype in (torch.float32,) if form.up in GGUF_FORMATS else kernels.dtypes:  # that GGUF files are computed in
         if form.name.endswith("_f16") and dtype == torch.bfloat16:
             continue  # such experts are converted
-        for n in KERNEL_TOKENS[part][first::step]:
-            assert_experts(kernels, form, blocks, weights.to(dtype), n)
+        rounded = both[0].to(dtype), both[1].to(dtype)
+        experts = make_experts(rounded, addresses, dtype, form.kernels, (blocks.shape[1], 0))
+        scale = float(weights.abs().max()) * weights.shape[2] ** 0.5
+        for n in KERNEL_TOKENS[first::step]:
+            x = torch.randn(n + 3, weights.shape[2], generator=torch.Generator().manual_seed(n)) / scale
+            assert_experts(kernels, experts, x.to(dtype), n)
 
 
-def assert_experts(kernels: Kernels, form: ExpertFormat, blocks: torch.Tensor, weights: torch.Tensor, n: int) -> None:
+def assert_experts(kernels: Kernels, experts: Experts, x: torch.Tensor, n: int) -> None:
     """Of n tokens: of few another expert has some in the same call, of a prompt's one has all."""
-    hidden, dtype, dice = weights.shape[2], weights.dtype, torch.Generator().manual_seed(n)
-    of_blocks = weights.unflatten(0, (len(blocks) // 2, -1))
-    addresses = blocks.data_ptr(), blocks.data_ptr() + blocks.nbytes // 2
-    both = weights, of_blocks.flip(0).flatten(0, 1)
-    experts = make_experts(both, addresses, dtype, form.kernels, (blocks.shape[1], 0))
-    x = torch.randn(n + 3, hidden, generator=dice)
-    x = (x / (float(weights.abs().max()) * hidden**0.5)).to(dtype)
     num_tokens, threads = (n, n) if n <= TASK_TOKENS else (n,), torch.get_num_threads()
     for adds in (False, True):
         found = experts.run(kernels, num_tokens, x, adds=adds)
