@@ -70,7 +70,7 @@ typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t work, arrived;
     pthread_t *threads;
-    int num_threads, is_closing, is_draining;
+    int num_threads, num_idle, is_waking, is_closing, is_draining; /* `is_waking`: an idle one, to begin a piece */
     const layer_t *layers;
     read_fn read;
     queue_t loads, prefetches, done;
@@ -350,26 +350,36 @@ static void free_all(queue_t *queue) {
     queue->first = queue->last = NULL;
 }
 
+/* The span of which the next piece may begin now, or NULL. */
+static span_t *next_span(const team_t *team, int may_prefetch) {
+    if (team->is_draining || team->loads.first) return team->is_draining ? NULL : team->loads.first;
+    span_t *span = team->prefetches.first;
+    if (!may_prefetch || team->num_loads || !span) return NULL;
+    /* One span at a time, or as many small ones as there are readers, so that a load waits for no more than that. */
+    int64_t num = (span->request.nbytes + span->piece_nbytes - 1) / span->piece_nbytes;
+    return !span->next && team->num_prefetch_pieces && team->num_prefetch_pieces + num > team->num_threads ? NULL : span;
+}
+
+/* Unlocks, and wakes a reader if there is something for it: waking takes longer than all else here, so whoever begins a
+ * piece wakes one more. */
+static void unlock(team_t *team) {
+    int wakes = team->num_idle && !team->is_waking && next_span(team, 1);
+    team->is_waking |= wakes;
+    pthread_mutex_unlock(&team->lock);
+    if (wakes) pthread_cond_signal(&team->work);
+}
+
 /* The next piece to read, if one may begin now. */
 static int next_piece(team_t *team, piece_t *piece, int may_prefetch) {
-    queue_t *queue = &team->loads;
-    if (team->is_draining) return 0;
-    if (!queue->first) {
-        queue = &team->prefetches;
-        span_t *span = queue->first;
-        if (!may_prefetch || team->num_loads || !span) return 0;
-        /* One span at a time, or as many small ones as there are readers, so that a load waits for no more than that. */
-        int64_t num = (span->request.nbytes + span->piece_nbytes - 1) / span->piece_nbytes;
-        if (!span->next && team->num_prefetch_pieces && team->num_prefetch_pieces + num > team->num_threads) return 0;
-    }
-    span_t *span = queue->first;
+    span_t *span = next_span(team, may_prefetch);
+    if (!span) return 0;
     int64_t rest = span->request.nbytes - span->next;
     *piece = (piece_t){span, span->next, rest < span->piece_nbytes ? rest : span->piece_nbytes, span->is_prefetch};
     span->next += piece->nbytes;
     span->num_reading++;
     team->num_reading++;
     team->num_prefetch_pieces += piece->is_prefetch;
-    if (span->next == span->request.nbytes) take_out(queue, span);
+    if (span->next == span->request.nbytes) take_out(span->is_prefetch ? &team->prefetches : &team->loads, span);
     return 1;
 }
 
@@ -397,13 +407,12 @@ static void end_piece(team_t *team, const piece_t *piece, const result_t *result
         pthread_cond_broadcast(&team->arrived);
     }
     if (team->is_draining && !team->num_reading) pthread_cond_broadcast(&team->arrived);
-    if (team->prefetches.first && !team->num_loads) pthread_cond_broadcast(&team->work);
 }
 
 /* Read a piece without the lock, which is held before and after. */
 static void serve(team_t *team, const piece_t *piece) {
     result_t result = {0};
-    pthread_mutex_unlock(&team->lock);
+    unlock(team);
     bring(team, piece, &result);
     pthread_mutex_lock(&team->lock);
     end_piece(team, piece, &result);
@@ -421,7 +430,11 @@ static void *of_readers(void *data) {
     pthread_mutex_lock(&team->lock);
     while (!team->is_closing) {
         if (next_piece(team, &piece, 1)) serve(team, &piece);
-        else pthread_cond_wait(&team->work, &team->lock);
+        else {
+            team->num_idle++;
+            pthread_cond_wait(&team->work, &team->lock);
+            team->num_idle--, team->is_waking = 0;
+        }
     }
     pthread_mutex_unlock(&team->lock);
     return NULL;
@@ -516,8 +529,7 @@ int expertly_readers_submit(team_t *team, const request_t *requests, int num, in
     queue->last = made.last;
     if (!is_prefetch) team->num_loads += num;
     team->totals->disk_nbytes += total;
-    pthread_cond_broadcast(&team->work);
-    pthread_mutex_unlock(&team->lock);
+    unlock(team);
     return 0;
 }
 
@@ -534,7 +546,6 @@ int expertly_readers_cancel(team_t *team, int64_t layer, int64_t *tags) {
                 span->is_prefetch = 0;
                 team->num_loads++;
                 append(&team->loads, span);
-                pthread_cond_broadcast(&team->work);
             } else {
                 tags[num++] = span->request.tag;
                 team->totals->disk_nbytes -= span->request.nbytes;
@@ -543,7 +554,7 @@ int expertly_readers_cancel(team_t *team, int64_t layer, int64_t *tags) {
         }
         span = behind;
     }
-    pthread_mutex_unlock(&team->lock);
+    unlock(team);
     return num;
 }
 
@@ -563,7 +574,7 @@ int expertly_readers_take(team_t *team, int64_t timeout_ns, result_t *result) {
         take_out(&team->done, span);
         *result = span->result;
     }
-    pthread_mutex_unlock(&team->lock);
+    unlock(team);
     free(span);
     return span != NULL;
 }
