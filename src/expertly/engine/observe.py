@@ -110,10 +110,12 @@ class Collector:
         self._routers = routers if self._wants & OF_ROUTERS else ()
         self._embed = embed
         self._distance = min(distance, len(layers) - 1)
+        self._most_experts = max(layer.num_experts for layer in layers)
         self._requests = RequestNumbers()
         self._info: IterationInfo | None = None
         self._is_real: Mask | None = None  # None: all rows are
-        self._seen: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # router input [T, H], logits [T, E]
+        # Router input [T, H], logits [T, E], those of the next router where they are there
+        self._seen: dict[int, tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]] = {}
         self._of_tokens: dict[int, torch.Tensor] = {}  # choices [V, K] where the router sees only token ids
         self.left_out: list[int] = []
         """Layers without predictions: their routers cannot be called with earlier hidden states."""
@@ -186,7 +188,7 @@ class Collector:
         """A router has chosen experts [T, K] with weights [T, K]. None where nobody observes the pass, or the layer's
         rows are not those of the pass.
         """
-        inputs, logits = self._seen.pop(ran.layer, (None, None))
+        inputs, logits, ahead = self._seen.pop(ran.layer, (None, None, None))
         info, is_real, wants, layer = self._info, self._is_real, self._wants, ran.layer
         if info is None or len(top_k_index) != len(info.is_prefill):
             return None
@@ -211,7 +213,7 @@ class Collector:
                 if "inputs" in wants:
                     router_inputs = _read_only(saturated_half(rows).astype(np.float32))
                 if "lookahead" in wants:
-                    lookahead = _read_only(self._look_ahead(layer, rows))
+                    lookahead = _read_only(self._look_ahead(layer, rows, ahead if is_real is None else None))
             return Routed(ran, experts, scores, lookahead, router_inputs)
 
         return routed
@@ -220,19 +222,22 @@ class Collector:
         self._seen, self._info = {}, None
 
     def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
-        kept = inputs.detach().clone() if self._wants & {"lookahead", "inputs"} else None
-        self._seen[layer] = kept, logits.detach()
+        router, kept = self._routers[layer], inputs.detach() if self._wants & {"lookahead", "inputs"} else None
+        ahead = None if router is None else router.ahead
+        if kept is not None and (ahead is None or self._distance > 1 or "inputs" in self._wants):
+            kept = kept.clone()
+        self._seen[layer] = kept, logits.detach(), ahead
 
-    def _look_ahead(self, layer: int, inputs: torch.Tensor) -> Floats:
+    def _look_ahead(self, layer: int, inputs: torch.Tensor, ahead: torch.Tensor | None) -> Floats:
         """Scores [T, D, E] of the routers of the next D layers for this layer's inputs; after the last layer the next
         token runs the first ones. 0 for layers of another hidden size.
         """
-        num_experts = max(shape.num_experts for shape in self._layers)
-        lookahead = np.zeros((len(inputs), self._distance, num_experts), np.float32)
-        for distance in range(1, min(self._distance, len(self._layers) - 1) + 1):
+        lookahead = np.zeros((len(inputs), self._distance, self._most_experts), np.float32)
+        for distance in range(1, self._distance + 1):
             router = self._routers[(layer + distance) % len(self._layers)]
             if router is not None and router.can_look_ahead and router.hidden_size == inputs.shape[-1]:
-                scores = router.scores(inputs).half().cpu().numpy()
+                logits = ahead if distance == 1 and ahead is not None else router.logits(inputs)
+                scores = router.normalised(logits).cpu().numpy().astype(np.float16)
                 lookahead[:, distance - 1, : scores.shape[-1]] = scores
         return lookahead
 

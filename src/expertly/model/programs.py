@@ -76,7 +76,7 @@ def _step(kind: str, arguments: Sequence[int], *, is_ready: bool = True) -> tupl
     return STEPS.index(kind), is_ready, *arguments, *(0,) * (_WIDTH - 2 - len(arguments))
 
 
-_END = _step("following", (), is_ready=False)
+_END, _NOTHING = _step("following", (), is_ready=False), _step("looked up", (0, 0))
 
 
 def _again(func: Any, args: Any, kwargs: Any, made: Any) -> None:
@@ -151,6 +151,12 @@ class _Segment:
         self.steps, self.calls, self.kept, self._kernels = noted.steps, noted.calls, noted.kept, kernels
         self._numbers = array("q", [number for step in (*noted.steps, _END) for number in step])
 
+    def only_call(self, kind: str) -> array[int] | None:
+        """The numbers of the call of this kind, if there is one."""
+        calls = [numbers[_CALL] for numbers in self.steps if STEPS[numbers[0]] == kind]
+        kept = {part.buffer_info()[0]: part for part in self.kept if isinstance(part, array)}
+        return kept[calls[0]] if len(calls) == 1 else None
+
     def __call__(self) -> None:
         begin, end = 0, len(self.steps)
         while (begin := self._kernels.run_program(self._numbers, begin)[0]) < end:
@@ -199,6 +205,7 @@ class LayerProgram(LayerGraphs):
 
     _steps: array[int] | None = None  # of what was recorded, with attention and experts between
     _projected: array[int] | None = None  # the call that puts keys and values into the cache
+    _asked_router: array[int] | None = None  # the router's call
     _chosen: ChosenExperts | None = None
     _native_as: Any = None  # the attention of transformers that was native, whatever the mask
     _row: _LastRow | None = None
@@ -230,7 +237,7 @@ class LayerProgram(LayerGraphs):
             self._ran_mixed = False
         elif step in self._calls:
             self._calls[step]()
-        else:
+        elif step != self._at_experts - 1:  # what that asks for is there, if not the choice
             at = self._at
             args, named = at.routed[:2]
             for place, part in zip(at.routed[2], self.router.forward(*args, **named), strict=True):
@@ -250,7 +257,24 @@ class LayerProgram(LayerGraphs):
             return False
         arguments = out.nbytes, out.data_ptr(), hidden.data_ptr(), read.buffer_info()[0]
         steps[-_WIDTH:] = array("q", _step("following", arguments))
+        if following._asked_router is not None and watchers(self.router):
+            self._ask_early(following._asked_router, following._at.routed[2][0])
         return True
+
+    def _ask_early(self, asked: array[int], logits: torch.Tensor) -> None:
+        """Have the step before the experts ask the next router about this one's input (see HookedRouter), as `asked`
+        asks it about its own, which gives `logits`.
+        """
+        x = self._at.routed[0][0] if self._at.routed[0] else None
+        if x is None or x.dtype != logits.dtype or tuple(x.shape) != tuple(asked[:2]) or not x.is_contiguous():
+            return
+        logits = logits.clone()
+        for_nobody = array("q", bytes(16 * asked[0] * asked[3]))  # ids, and weights
+        call, unused = array("q", asked), for_nobody.buffer_info()[0]
+        call[6], call[9], call[10], call[11] = x.data_ptr(), logits.data_ptr(), unused, unused + len(for_nobody) * 4
+        step, begin = _step("router", (self._shared.kernels.dtypes[x.dtype], call.buffer_info()[0])), self._at_experts - 1
+        self._steps[begin * _WIDTH : (begin + 1) * _WIDTH] = array("q", step)  # type: ignore[index]
+        self.router._expertly_ahead = x, logits, call, for_nobody
 
     def _assemble(self) -> array[int]:
         """One list of steps from the three that were recorded, with attention and experts between them."""
@@ -268,14 +292,12 @@ class LayerProgram(LayerGraphs):
         if self._chosen is not None:
             self._ran: RanStep = self._layer, *at.chosen[:2], at.mixed, self._chosen.numbers
         mix = _step("experts", () if self._chosen is None else (dtype, self._chosen.address), is_ready=False)
-        self._at_attention, self._at_experts = len(before.steps), len(before.steps) + 1 + len(between.steps)
+        self._at_attention, self._at_experts = len(before.steps), len(before.steps) + 2 + len(between.steps)
         starts = (0, before), (self._at_attention + 1, between), (self._at_experts + 1, behind)
         self._calls = {start + number: call for start, part in starts for number, call in part.calls.items()}
-        every = [*before.steps, attend, *between.steps, mix, *behind.steps, _END]
+        every = [*before.steps, attend, *between.steps, _NOTHING, mix, *behind.steps, _END]
         self._steps = array("q", [number for numbers in every for number in numbers])
-        calls = [numbers[_CALL] for numbers in before.steps if STEPS[numbers[0]] == "projections"]
-        kept = {part.buffer_info()[0]: part for part in before.kept if isinstance(part, array)}
-        self._projected = kept[calls[0]] if len(calls) == 1 else None
+        self._projected, self._asked_router = before.only_call("projections"), between.only_call("router")
         return self._steps
 
     def _goes_on(self, kwargs: dict[str, Any]) -> bool:

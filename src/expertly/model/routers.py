@@ -48,6 +48,8 @@ class HookedRouter:
         self._module, self._position, self._num_dims = call.module, position, call.inputs.dim()
         self._args, self._kwargs = call.args, call.kwargs
         self._handle: Any = None
+        self.ahead: torch.Tensor | None = None
+        """The next layer's logits [T, E] for this one's last input, where they were computed already."""
         logits = _rows(call.parts[position]).float()
         self._is_normalised = bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < _TOLERANCE).all())
         self.scoring = "softmax" if self._is_normalised else _scoring(logits, block.index, block.weights)
@@ -60,8 +62,10 @@ class HookedRouter:
     def attach(self, ran: Ran) -> None:
         """Call `ran(layer, inputs [T, H], logits [T, E])` whenever the model runs this router, until `detach`."""
 
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             inputs, self._args, self._kwargs = _split_arguments(args, kwargs)
+            asked, logits, *_ = vars(module).get("_expertly_ahead", (None, None))  # of a layer's program
+            self.ahead = logits if asked is inputs else None
             ran(self.layer, _rows(inputs), _rows(_parts_of(output)[self._position]))
 
         self.detach()

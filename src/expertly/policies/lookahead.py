@@ -55,16 +55,16 @@ class Lookahead(RankingPredictor):
                 yield prediction
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        shown, num_layers = routed.lookahead, len(self._layers)
+        shown, num_layers, now = routed.lookahead, len(self._layers), routed.layer
         if shown is None or not shown.size:
             return
         farthest = min(self._distance, shown.shape[1], num_layers - 1)
-        for distance in range(1 if routed.layer == 0 else max(1, farthest), farthest + 1):
-            layer = (routed.layer + distance) % num_layers
-            if layer < routed.layer and not self._next_token:
+        for distance in range(1 if now == 0 else max(1, farthest), farthest + 1):
+            layer = (now + distance) % num_layers
+            if layer < now and not self._next_token:
                 return
             scores = shown[:, distance - 1, : self._layers[layer].num_experts]  # [T, E]
-            if layer < routed.layer and len(scores) > 1:
+            if layer < now and len(scores) > 1:
                 if len(scores) != self._num_rows:
                     return  # of a pass whose beginning was left out: nobody knows whose rows they are
                 scores = scores[self._last]

@@ -105,11 +105,12 @@ def best_of_rows(layer: int, distance: int, scores: Floats, width: int) -> Predi
     best, probabilities = scores[0], scores[0]
     if len(scores) > 1:
         best, probabilities, width = _best_that_are_named(scores, width), scores.max(axis=0), scores.shape[1]
-    order = np.argsort(-best, kind="stable")[:width]
-    order = order[best[order] > 0]
-    if not len(order):
+    order, best = np.argsort(-best, kind="stable")[:width].tolist(), best.tolist()
+    experts = [expert for expert in order if best[expert] > 0]
+    if not experts:
         return None
-    return Prediction(layer, order.tolist(), best[order].tolist(), distance, probabilities=probabilities.tolist())
+    named = list(map(best.__getitem__, experts))
+    return Prediction(layer, experts, named, distance, probabilities=probabilities.tolist())
 
 
 def _best_that_are_named(scores: Floats, width: int) -> Floats:

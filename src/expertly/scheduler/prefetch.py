@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from expertly.core.geometry import Geometry
@@ -41,7 +41,8 @@ class PrefetchQueue:
         """`order`: of PRIORITIES. `evicts`: prefetches go to the cache, which evicts for them; else to free slots."""
         # Units that are prefetched at a time: as many as one token's experts of a layer have.
         self.window = max(layer.top_k for layer in geometry.layers) * geometry.segments_per_expert
-        self.now = geometry.num_layers - 1  # the layer whose router ran last; before a pass, the last layer
+        self._num_layers = geometry.num_layers
+        self.now = self._num_layers - 1  # the layer whose router ran last; before a pass, the last layer
         self.needs_slots = False  # whether more would have been prefetched, had there been free slots
         self.evicts = evicts
         self.ahead: dict[int, Forecast] = {}  # by layer
@@ -66,34 +67,28 @@ class PrefetchQueue:
         if self._heads is not None:
             self._find_head(layer, forecast, self._heads)
 
-    def first(self) -> tuple[int, int] | None:
-        """The layer and the id of the most urgent expert, or None. It stays queued until `pop`."""
+    def by_urgency(self) -> Iterator[tuple[int, int, Forecast]]:
+        """The layer, the id and the layer's forecast of each expert, the most urgent first. An expert stays queued
+        until the next one is asked for; nothing else may change the queue meanwhile.
+        """
         if self._heads is None:
             self._heads = {}
             for layer, forecast in self.ahead.items():
                 self._find_head(layer, forecast, self._heads)
-        if not self._heads:
-            return None
-        layer = min(self._heads.values())[2]
-        forecast = self.ahead[layer]
-        assert forecast.queued is not None
-        return layer, self._geometry.first_ids[layer] + forecast.queued.experts[forecast.position]
-
-    def pop(self, layer: int) -> Forecast:
-        """Take the layer's next expert from the queue; returns the layer's forecast."""
-        forecast = self.ahead[layer]
-        forecast.position += 1
-        assert self._heads is not None
-        self._find_head(layer, forecast, self._heads)
-        return forecast
+        while self._heads:
+            layer = min(self._heads.values())[2]
+            forecast = self.ahead[layer]
+            assert forecast.queued is not None
+            yield layer, self._geometry.first_ids[layer] + forecast.queued.experts[forecast.position], forecast
+            forecast.position += 1
+            self._find_head(layer, forecast, self._heads)
 
     def _find_head(self, layer: int, forecast: Forecast, heads: dict[int, tuple[float, int, int]]) -> None:
         queued, position = forecast.queued, forecast.position
         if queued is None or position == len(queued.experts):
             heads.pop(layer, None)
             return
-        num_layers = self._geometry.num_layers
-        to_go = (layer - self.now) % num_layers or num_layers
+        to_go = (layer - self.now) % self._num_layers or self._num_layers
         heads[layer] = -self._priority(queued.scores[position], to_go), forecast.arrival + position, layer
 
     def cancelled(self, layer: int, eid: int, units: Collection[int]) -> None:
@@ -141,4 +136,4 @@ class PrefetchQueue:
     def clear(self) -> None:
         self.ahead.clear()
         self._heads = None
-        self.now = self._geometry.num_layers - 1
+        self.now = self._num_layers - 1

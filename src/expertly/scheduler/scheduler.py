@@ -15,7 +15,7 @@ from expertly.policies.moepic import Timing
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.cache import ABSENT, LOADING, PREFETCHING, QUEUED, RESIDENT, Cache
 from expertly.scheduler.counters import LayerCounters
-from expertly.scheduler.prefetch import Forecast, PrefetchQueue
+from expertly.scheduler.prefetch import PrefetchQueue
 
 
 class Scheduler:
@@ -144,11 +144,12 @@ class Scheduler:
         """Spans of the running layer were computed: free those that are staged. Returns what to load next."""
         loads: list[Span] = []
         cache, pool = self.cache, self.cache.partitions[spans[0].layer].pool
-        has_staged = pool.num_free + pool.num_kept < pool.num_slots
-        for span in spans:
-            self.num_open -= span.num_segments
-            if has_staged:
-                cache.free_staged(cache.units_of(span))
+        has_staged, first = pool.num_free + pool.num_kept < pool.num_slots, self.geometry.first_ids[spans[0].layer]
+        for _, expert, segment, num, _ in spans:
+            self.num_open -= num
+            unit = (first + expert) * cache.num_parts + segment
+            if has_staged and False in cache.kept[unit : unit + num]:
+                cache.free_staged(range(unit, unit + num))
             if self.deferred:
                 self._load_deferred(loads)
         return loads
@@ -322,33 +323,35 @@ class Scheduler:
 
     def prefetch(self) -> list[Span]:
         """Spans to prefetch, in this order, behind every load. Each is one unit, so that a load never waits long."""
-        queue, cache = self.queue, self.cache
+        queue, cache, num_parts = self.queue, self.cache, self.cache.num_parts
         begun: list[Span] = []
         queue.needs_slots = False
         if self.deferred:  # loads wait for slots
             return begun
         may_evict = queue.evicts and (cache.is_decoding or self.prompts_evict)
-        protected: set[int] | None = None  # made for the first expert that needs room
-        while len(cache.prefetching) < queue.window and (head := queue.first()) is not None:
-            layer, eid = head
-            units = cache.in_state(eid, ABSENT)
-            if units:
-                if len(cache.prefetching) + len(units) > queue.window:
-                    break
-                protected = self._protected() if protected is None else protected
-                has_room = self._make_prefetch_room(layer, units, protected)
-                if not has_room and not (may_evict and cache.is_top(units[-1])):
+        protected: set[int] | None = None  # made for the first expert that may evict
+        for layer, eid, forecast in queue.by_urgency():
+            states = cache.state[eid * num_parts : (eid + 1) * num_parts]
+            if len(cache.prefetching) + (states.count(ABSENT) or 1) > queue.window:
+                break
+            if ABSENT in states:
+                units = cache.in_state(eid, ABSENT)
+                if queue.evicts and protected is None:
+                    protected = self._protected()
+                if self._make_prefetch_room(layer, units, protected or ()):
+                    begun += self._prefetch(layer, units)
+                    forecast.waiting.setdefault(eid, []).extend(units)
+                elif not (may_evict and cache.is_top(units[-1])):
                     queue.needs_slots = cache.is_split
                     break  # until a slot is free
-            forecast = queue.pop(layer)
-            if not units:
-                self._stays(eid, forecast)
-            elif has_room:
-                begun += self._prefetch(units)
-                forecast.waiting.setdefault(eid, []).extend(units)
+            else:  # protect it until its layer runs
+                if forecast.likely:
+                    forecast.likely[eid] = None
+                if PREFETCHING in states:
+                    forecast.waiting.setdefault(eid, [])
             if protected is not None:
                 protected.add(eid)
-        return begun + self._load_best()
+        return begun + self._load_best() if self._best else begun
 
     def _make_prefetch_room(self, layer: int, units: Sequence[int], protected: Container[int]) -> bool:
         """Make room for a prefetch of these units of one expert; returns False, with nothing changed, if there is none.
@@ -378,25 +381,17 @@ class Scheduler:
         cache.keep([top])
         return True
 
-    def _stays(self, eid: int, forecast: Forecast) -> None:
-        """An expert whose turn to be prefetched has come is there or in flight: protect it until its layer runs."""
-        if forecast.likely:
-            forecast.likely[eid] = None
-        if self.cache.in_state(eid, PREFETCHING):
-            forecast.waiting.setdefault(eid, [])
-
-    def _prefetch(self, units: Sequence[int]) -> list[Span]:
+    def _prefetch(self, layer: int, units: Sequence[int]) -> list[Span]:
         """Give units of one expert slots, of which there are enough: the spans, each a unit, to load behind every
         load.
         """
-        layer = self.geometry.layer_of[units[0] // self.cache.num_parts]
         self._count_prefetch(layer, self.cache.is_decoding, len(units))
-        self.cache.allocate(units, PREFETCHING)
-        return [span for unit in units for span in self.cache.spans([unit])]
+        spans = self.cache.allocate(units, PREFETCHING)
+        return spans if len(units) == 1 else [span for unit in units for span in self.cache.spans([unit])]
 
     def _count_prefetch(self, layer: int, is_decode: bool, num_units: int) -> None:
         """So many units are prefetched; a negative number: were cancelled."""
-        phase, nbytes = self.counters[layer].phase(is_decode), num_units * self.geometry.unit_nbytes[layer]
+        phase, nbytes = self.cache.counters[layer].phase(is_decode), num_units * self.geometry.unit_nbytes[layer]
         phase.loaded_nbytes += nbytes
         phase.prefetched_nbytes += nbytes
 
@@ -409,7 +404,7 @@ class Scheduler:
             queue.cancelled(layer, units[0] // cache.num_parts, units)
             self._count_prefetch(layer, cache.prefetching[units[0]], -len(units))
             cache.release(units)
-        phase = self.counters[layer].phase(cache.is_decoding)
+        phase = cache.counters[layer].phase(cache.is_decoding)
         for eid in queue.router_ran(router, phase, cache.is_resident):
             if eid not in self.needed:  # units still in flight are freed as they arrive
                 cache.free_staged(cache.in_state(eid, RESIDENT))
@@ -457,7 +452,7 @@ class Scheduler:
             units = list(filter(cache.is_top, cache.in_state(eid, ABSENT)))
             if 0 < len(units) <= min(pool.num_free, cache.partitions[layer].room):
                 cache.keep([units])
-                return self._prefetch(units)
+                return self._prefetch(layer, units)
         return []
 
     def _recall(self, layer: int) -> float:
