@@ -25,6 +25,8 @@ import expertly
 from expertly.api import handle
 from expertly.model import graphs, programs
 from expertly.model.hooks import CACHE
+from expertly.model.playing import forward
+from expertly.model.routers import HookedRouter
 from expertly.native import kernels as native_kernels
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
@@ -531,3 +533,31 @@ def test_programs_keep_neither_caches_nor_layers_alive(cases: Cases) -> None:
     del model
     gc.collect()
     assert all(layer() is None for layer in layers)
+
+
+@torch.no_grad()
+def test_the_next_router_is_asked_by_the_program_and_says_what_it_says_by_itself(monkeypatch: pytest.MonkeyPatch):
+    """A predictor is shown the same as where no layer is a program, and nobody asks a router from Python."""
+    asked: list[int] = []
+    scores = HookedRouter.scores
+    monkeypatch.setattr(HookedRouter, "scores", lambda self, x: (asked.append(self.layer), scores(self, x))[1])
+    quality, num_asked = [], []
+    for has_programs in (False, True):
+        model, tokenizer = expertly.load(system="expertly-ahead", memory="50%", device="cpu")
+        try:
+            for module in model.modules() if not has_programs else ():
+                if "_expertly_graphs" in vars(module):
+                    module._expertly_graphs = None
+            ids = tokenizer("The old man looked at the sea and", return_tensors="pt")["input_ids"]
+            logits, cache = forward(model, ids, None)
+            for number in range(16):
+                if number == 8:
+                    asked.clear()
+                logits, cache = forward(model, logits.argmax(-1).reshape(1, 1), cache)
+            decode = expertly.stats(model).as_dict()["phases"]["decode"]
+        finally:
+            expertly.unload(model)
+        quality.append([decode[key] for key in ("predicted", "predicted_needed", "predicted_of")])
+        num_asked.append(len(asked))
+    assert quality[0] == quality[1] and quality[0][1] > 0
+    assert num_asked[0] > 0 and num_asked[1] == 8, "of the last layer alone, whose next one is the next token's"

@@ -114,8 +114,8 @@ class Collector:
         self._requests = RequestNumbers()
         self._info: IterationInfo | None = None
         self._is_real: Mask | None = None  # None: all rows are
-        # Router input [T, H], logits [T, E], those of the next router where they are there
-        self._seen: dict[int, tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]] = {}
+        # Router input [T, H], logits [T, E], the next router's scores [T, E] where they are there
+        self._seen: dict[int, tuple[torch.Tensor | None, torch.Tensor, Floats | None]] = {}
         self._of_tokens: dict[int, torch.Tensor] = {}  # choices [V, K] where the router sees only token ids
         self.left_out: list[int] = []
         """Layers without predictions: their routers cannot be called with earlier hidden states."""
@@ -228,17 +228,20 @@ class Collector:
             kept = kept.clone()
         self._seen[layer] = kept, logits.detach(), ahead
 
-    def _look_ahead(self, layer: int, inputs: torch.Tensor, ahead: torch.Tensor | None) -> Floats:
+    def _look_ahead(self, layer: int, inputs: torch.Tensor, ahead: Floats | None) -> Floats:
         """Scores [T, D, E] of the routers of the next D layers for this layer's inputs; after the last layer the next
         token runs the first ones. 0 for layers of another hidden size.
         """
         lookahead = np.zeros((len(inputs), self._distance, self._most_experts), np.float32)
         for distance in range(1, self._distance + 1):
-            router = self._routers[(layer + distance) % len(self._layers)]
-            if router is not None and router.can_look_ahead and router.hidden_size == inputs.shape[-1]:
-                logits = ahead if distance == 1 and ahead is not None else router.logits(inputs)
-                scores = router.normalised(logits).cpu().numpy().astype(np.float16)
-                lookahead[:, distance - 1, : scores.shape[-1]] = scores
+            later = (layer + distance) % len(self._layers)
+            router, num_experts = self._routers[later], self._layers[later].num_experts
+            if router is None or not router.can_look_ahead or router.hidden_size != inputs.shape[-1]:
+                continue
+            scores = ahead if distance == 1 and router.scoring == "softmax" else None
+            if scores is None:
+                scores = router.scores(inputs).cpu().numpy()
+            lookahead[:, distance - 1, :num_experts] = scores[:, :num_experts].astype(np.float16)
         return lookahead
 
 

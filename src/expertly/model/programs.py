@@ -258,23 +258,22 @@ class LayerProgram(LayerGraphs):
         arguments = out.nbytes, out.data_ptr(), hidden.data_ptr(), read.buffer_info()[0]
         steps[-_WIDTH:] = array("q", _step("following", arguments))
         if following._asked_router is not None and watchers(self.router):
-            self._ask_early(following._asked_router, following._at.routed[2][0])
+            self._ask_early(following._asked_router, following._at.hidden.dtype)
         return True
 
-    def _ask_early(self, asked: array[int], logits: torch.Tensor) -> None:
+    def _ask_early(self, asked: array[int], dtype: torch.dtype) -> None:
         """Have the step before the experts ask the next router about this one's input (see HookedRouter), as `asked`
-        asks it about its own, which gives `logits`.
+        asks it about its own.
         """
         x = self._at.routed[0][0] if self._at.routed[0] else None
-        if x is None or x.dtype != logits.dtype or tuple(x.shape) != tuple(asked[:2]) or not x.is_contiguous():
+        if x is None or x.dtype != dtype or tuple(x.shape) != tuple(asked[:2]) or not x.is_contiguous():
             return
-        logits = logits.clone()
-        for_nobody = array("q", bytes(16 * asked[0] * asked[3]))  # ids, and weights
-        call, unused = array("q", asked), for_nobody.buffer_info()[0]
-        call[6], call[9], call[10], call[11] = x.data_ptr(), logits.data_ptr(), unused, unused + len(for_nobody) * 4
-        step, begin = _step("router", (self._shared.kernels.dtypes[x.dtype], call.buffer_info()[0])), self._at_experts - 1
+        call, scores = array("q", asked), torch.empty(asked[0], asked[2])
+        for_nobody = [torch.empty(scores.shape, dtype=torch.int64) for _ in range(3)]  # logits, weights and ids
+        call[6], call[9:] = x.data_ptr(), array("q", [tensor.data_ptr() for tensor in (*for_nobody, scores)])
+        step, begin = _step("router", (self._shared.kernels.dtypes[dtype], call.buffer_info()[0])), self._at_experts - 1
         self._steps[begin * _WIDTH : (begin + 1) * _WIDTH] = array("q", step)  # type: ignore[index]
-        self.router._expertly_ahead = x, logits, call, for_nobody
+        self.router._expertly_ahead = x, scores.numpy(), call, for_nobody
 
     def _assemble(self) -> array[int]:
         """One list of steps from the three that were recorded, with attention and experts between them."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -48,8 +50,8 @@ class HookedRouter:
         self._module, self._position, self._num_dims = call.module, position, call.inputs.dim()
         self._args, self._kwargs = call.args, call.kwargs
         self._handle: Any = None
-        self.ahead: torch.Tensor | None = None
-        """The next layer's logits [T, E] for this one's last input, where they were computed already."""
+        self.ahead: npt.NDArray[np.float32] | None = None
+        """The softmax [T, E] of the next router for this one's last input, where it was computed with this one."""
         logits = _rows(call.parts[position]).float()
         self._is_normalised = bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < _TOLERANCE).all())
         self.scoring = "softmax" if self._is_normalised else _scoring(logits, block.index, block.weights)
@@ -64,8 +66,8 @@ class HookedRouter:
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             inputs, self._args, self._kwargs = _split_arguments(args, kwargs)
-            asked, logits, *_ = vars(module).get("_expertly_ahead", (None, None))  # of a layer's program
-            self.ahead = logits if asked is inputs else None
+            asked, scores, *_ = vars(module).get("_expertly_ahead", (None, None))  # of a layer's program
+            self.ahead = scores if asked is inputs else None
             ran(self.layer, _rows(inputs), _rows(_parts_of(output)[self._position]))
 
         self.detach()

@@ -40,7 +40,7 @@ those of a prompt for which a tile of quantised weights is decoded once.
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 37
+VERSION = 38
 """Of the interface that is called here; products.c says the same number."""
 
 PLAIN = (nn.Parameter, torch.Tensor)
@@ -617,7 +617,7 @@ class Kernels:
             (
                 *(num_tokens, width, num_experts, top_k, is_normalised, self.dtypes[dtype]),
                 *(x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
-                *(logits.data_ptr(), weights.data_ptr(), ids.data_ptr()),
+                *(logits.data_ptr(), weights.data_ptr(), ids.data_ptr(), 0),
             ),
         )
         threads = min(torch.get_num_threads(), self.max_threads)

@@ -49,7 +49,7 @@ __attribute__((constructor)) static void find_sets(void) {
 static const instruction_set *set_at(int level) { return level < 0 || level >= NUM_SETS ? NULL : sets[level]; }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 37; }
+int expertly_products_version(void) { return 38; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -642,6 +642,7 @@ int expertly_router(int level, int dtype, int num_threads, const router *r) {
     for (int64_t t = 0; !failed && t < r->num_tokens; t++) {
         set->widen(dtype, r->logits + t * num * itemsize_of(dtype), num, scores);
         int can = set->softmax(num, scores);
+        if (r->scores) memcpy(r->scores + t * num, scores, (size_t)num * sizeof *scores);
         for (int64_t i = 0; i < num; i++) all[i] = (scored){scores[i], i};
         can = can && choose(all, num, top_k) && !is_unsure(all, num, top_k);
         float sum = 0;

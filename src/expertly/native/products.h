@@ -375,6 +375,7 @@ typedef struct {
     const char *x, *weight, *bias;
     char *logits, *weights; /* [n, E], [n, K] */
     int64_t *ids;           /* [n, K] */
+    float *scores;          /* [n, E]: the softmax; or NULL */
 } router;
 
 typedef struct {
