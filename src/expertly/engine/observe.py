@@ -109,13 +109,11 @@ class Collector:
         self._layers = layers
         self._routers = routers if self._wants & OF_ROUTERS else ()
         self._embed = embed
-        self._distance = min(distance, len(layers) - 1)
-        self._most_experts = max(layer.num_experts for layer in layers)
+        self._distance, self._most_experts = min(distance, len(layers) - 1), max(shape.num_experts for shape in layers)
         self._requests = RequestNumbers()
         self._info: IterationInfo | None = None
         self._is_real: Mask | None = None  # None: all rows are
-        # Router input [T, H], logits [T, E], the next router's scores [T, E] where they are there
-        self._seen: dict[int, tuple[torch.Tensor | None, torch.Tensor, Floats | None]] = {}
+        self._seen: dict[int, tuple[Any, ...]] = {}  # router input [T, H], logits [T, E], HookedRouter.ahead
         self._of_tokens: dict[int, torch.Tensor] = {}  # choices [V, K] where the router sees only token ids
         self.left_out: list[int] = []
         """Layers without predictions: their routers cannot be called with earlier hidden states."""
@@ -222,11 +220,8 @@ class Collector:
         self._seen, self._info = {}, None
 
     def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
-        router, kept = self._routers[layer], inputs.detach() if self._wants & {"lookahead", "inputs"} else None
-        ahead = None if router is None else router.ahead
-        if kept is not None and (ahead is None or self._distance > 1 or "inputs" in self._wants):
-            kept = kept.clone()
-        self._seen[layer] = kept, logits.detach(), ahead
+        kept = inputs.detach().clone() if self._wants & {"lookahead", "inputs"} else None
+        self._seen[layer] = kept, logits.detach(), getattr(self._routers[layer], "ahead", None)
 
     def _look_ahead(self, layer: int, inputs: torch.Tensor, ahead: Floats | None) -> Floats:
         """Scores [T, D, E] of the routers of the next D layers for this layer's inputs; after the last layer the next
@@ -234,14 +229,11 @@ class Collector:
         """
         lookahead = np.zeros((len(inputs), self._distance, self._most_experts), np.float32)
         for distance in range(1, self._distance + 1):
-            later = (layer + distance) % len(self._layers)
-            router, num_experts = self._routers[later], self._layers[later].num_experts
-            if router is None or not router.can_look_ahead or router.hidden_size != inputs.shape[-1]:
-                continue
-            scores = ahead if distance == 1 and router.scoring == "softmax" else None
-            if scores is None:
-                scores = router.scores(inputs).cpu().numpy()
-            lookahead[:, distance - 1, :num_experts] = scores[:, :num_experts].astype(np.float16)
+            router = self._routers[(layer + distance) % len(self._layers)]
+            if router is not None and router.can_look_ahead and router.hidden_size == inputs.shape[-1]:
+                early = ahead if distance == 1 and router.scoring == "softmax" else None
+                scores = router.scores(inputs).cpu().numpy() if early is None else early[:, : self._most_experts]
+                lookahead[:, distance - 1, : scores.shape[-1]] = scores.astype(np.float16)
         return lookahead
 
 
