@@ -9,8 +9,9 @@ import logging
 import os
 import re
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,7 +52,7 @@ class KeptPages:
         self._folder, self._most_nbytes, self._model = folder, most_nbytes, model
         self._changed = threading.Condition()  # guards the fields below
         self._nbytes: OrderedDict[str, int] = OrderedDict()  # of files by name, the last used last
-        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._waiting_nbytes = 0  # of pages to be written
         self._is_closed = self._is_broken = False
         try:
             check_folder(folder)
@@ -61,8 +62,7 @@ class KeptPages:
             raise ConfigError(f"kv_disk: {folder} cannot be used: {error.strerror or error}") from None
         for about, name in sorted(files, key=lambda file: file[0].st_mtime_ns):
             self._nbytes[name] = about.st_size
-        self._writer = threading.Thread(target=self._write_all, name="expertly-serve-pages", daemon=True)
-        self._writer.start()
+        self._writer = ThreadPoolExecutor(1, "expertly-serve-pages")
 
     def names(self, tokens: Sequence[int], page_tokens: int) -> Iterator[str]:
         """Of the pages that these tokens fill, one after the other."""
@@ -94,39 +94,28 @@ class KeptPages:
     def write(self, name: str, page: bytes) -> None:
         """Soon; a page that is there stays. Waits where too much waits to be written."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting or self._num_waiting() + len(page) <= WAITING_NBYTES)
+            most = WAITING_NBYTES - len(page)
+            self._changed.wait_for(lambda: not self._waiting_nbytes or self._waiting_nbytes <= most)
             if not (self._is_broken or self._is_closed):
-                self._waiting.append((name, page))
-                self._changed.notify_all()
+                self._waiting_nbytes += len(page)
+                self._writer.submit(self._write_next, name, page)
 
     def close(self) -> None:
         """Returns when all is written. Idempotent."""
         with self._changed:
             self._is_closed = True
-            self._changed.notify_all()
-        self._writer.join()
+        self._writer.shutdown()
 
-    def _num_waiting(self) -> int:
-        return sum(len(page) for _, page in self._waiting)
-
-    def _write_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed)
-                if not self._waiting:
-                    return
-                name, page = self._waiting[0]
-            try:
+    def _write_next(self, name: str, page: bytes) -> None:
+        try:
+            if not self._is_broken:
                 self._write(name, page + _sum_of(name, page))
-            except OSError as error:
-                log.warning("kv_disk: %s: %s; nothing more is kept there", self._folder, error.strerror or error)
-                with self._changed:
-                    self._is_broken = True
-                    self._waiting.clear()
-            with self._changed:
-                if self._waiting:
-                    self._waiting.popleft()
-                self._changed.notify_all()
+        except OSError as error:
+            log.warning("kv_disk: %s: %s; nothing more is kept there", self._folder, error.strerror or error)
+            self._is_broken = True
+        with self._changed:
+            self._waiting_nbytes -= len(page)
+            self._changed.notify_all()
 
     def _write(self, name: str, content: bytes) -> None:
         if name in self._nbytes or len(content) > self._most_nbytes:
