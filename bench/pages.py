@@ -21,7 +21,8 @@ def make_requests(model: Path, count: int, num_prompt: int, num_tokens: int) -> 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     found = []
     for number in range(count):
-        ids = tokenizer.encode(topics[PAGES[number % len(PAGES)]]).ids
+        _, _, text = topics[PAGES[number % len(PAGES)]].partition("\n\n")  # behind its title, underlined by asterisks
+        ids = tokenizer.encode(text).ids
         first = number // len(PAGES) * (num_prompt + num_tokens)
         part = ids[first : first + num_prompt + num_tokens]
         if len(part) < num_prompt + num_tokens:

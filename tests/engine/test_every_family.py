@@ -83,7 +83,8 @@ def test_every_family_is_the_reference(number: int, family: str, tmp_path: Path)
         with pytest.raises(ExpertlyError):
             pack(folder, store)
         return
-    reference = AutoModelForCausalLM.from_pretrained(folder).eval() if family in TEXT_ALONE else model
+    alone = AutoModelForCausalLM if family in TEXT_ALONE else type(model)
+    reference = alone.from_pretrained(folder).eval()
     expected = [run(reference, 1), run(reference, 2)]
     pack(folder, store)
     usages = [AHEAD[number % 2], MORE[number % 3]]
