@@ -3,8 +3,8 @@
     python bench/beside.py COMMIT [--experts-gib 0,1] [--systems lru,expertly-ahead] [--memory 25%] [--rounds 9]
 
 Each tree has a process of its own, with its own compiled code, cache folder and Python paths; the other commit's files
-are unpacked into a temporary folder. They answer the same prompts alternately: a row is the median of the ratios of
-rounds, this tree's time / the other's. Below 1: this tree is faster. 0 GiB is the demo model itself.
+are unpacked into a temporary folder; what it imports must be installed. They read the same prompts alternately, and what
+this tree goes on with: a row is the median of the ratios of rounds, this tree's time / the other's. Below 1: this tree is faster. 0 GiB is the demo model itself.
 """
 
 from __future__ import annotations
@@ -76,17 +76,20 @@ def answer() -> None:
             continue
         generator = torch.Generator().manual_seed(asked["seed"])
         prompt = torch.randint(4, 4000, (1, PROMPT_TOKENS), generator=generator)
-        times = []
+        text, times = list(asked["text"]), []
         with torch.no_grad():
             begin = time.perf_counter()
             output = model(prompt, use_cache=True)
             prompt_s = time.perf_counter() - begin
-            cache, token = getattr(output, CACHE), output.logits[:, -1:].argmax(-1)
-            for _ in range(NEW_TOKENS):
+            cache = getattr(output, CACHE)
+            for number in range(NEW_TOKENS):
+                if number == len(text):
+                    text.append(int(output.logits[0, -1].argmax()))
+                token = torch.tensor([[text[number]]])
                 begin = time.perf_counter()
-                token = model(token, use_cache=True, **{CACHE: cache}).logits[:, -1:].argmax(-1)
+                output = model(token, use_cache=True, **{CACHE: cache})
                 times.append(time.perf_counter() - begin)
-        print(json.dumps({"prompt_s": prompt_s, "token_s": statistics.mean(times), "last": int(token)}), flush=True)
+        print(json.dumps({"prompt_s": prompt_s, "token_s": statistics.mean(times), "text": text}), flush=True)
 
 
 def main() -> None:
@@ -114,9 +117,9 @@ def main() -> None:
                 rounds: list[list[dict[str, Any]]] = []
                 for number in range(args.rounds + 1):  # the first warms up
                     order = trees if number % 2 else trees[::-1]
-                    timed = {tree: tree.ask(seed=number) for tree in order}
+                    text = trees[0].ask(seed=number, text=[])["text"]
+                    timed = {tree: tree.ask(seed=number, text=text) for tree in order}
                     rounds.append([timed[tree] for tree in trees])
-                assert all(here["last"] == there["last"] for here, there in rounds), "another token"
                 ratios = {
                     key: statistics.median(here[key] / there[key] for here, there in rounds[1:])
                     for key in ("token_s", "prompt_s")
