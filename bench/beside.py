@@ -3,8 +3,9 @@
     python bench/beside.py COMMIT [--experts-gib 0,1] [--systems lru,expertly-ahead] [--memory 25%] [--rounds 9]
 
 Each tree has a process of its own, with its own compiled code, cache folder and Python paths; the other commit's files
-are unpacked into a temporary folder; what it imports must be installed. They read the same prompts alternately, and what
-this tree goes on with: a row is the median of the ratios of rounds, this tree's time / the other's. Below 1: this tree is faster. 0 GiB is the demo model itself.
+are unpacked into a temporary folder, and what it imports must be installed. They read the same prompts alternately, and
+what this tree goes on with: a row is the median of the ratios of rounds, this tree's time / the other's. Below 1: this
+tree is faster. 0 GiB is the demo model itself.
 """
 
 from __future__ import annotations
