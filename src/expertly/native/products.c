@@ -639,7 +639,7 @@ int expertly_router(int level, int dtype, int num_threads, const router *r) {
     float *scores = allocate(num + 64), chosen[MOST_CHOSEN];
     scored *all = malloc((size_t)num * sizeof(scored));
     int failed = scores == NULL || all == NULL ? -1 : 0;
-    for (int64_t t = 0; !failed && t < r->num_tokens; t++) {
+    for (int64_t t = 0; failed >= 0 && t < r->num_tokens; t++) { /* all, whose scores may be asked for */
         set->widen(dtype, r->logits + t * num * itemsize_of(dtype), num, scores);
         int can = set->softmax(num, scores);
         if (r->scores) memcpy(r->scores + t * num, scores, (size_t)num * sizeof *scores);
@@ -653,7 +653,7 @@ int expertly_router(int level, int dtype, int num_threads, const router *r) {
         for (int64_t i = 0; i < top_k && r->is_normalised; i++) chosen[i] /= sum;
         const int weights_dtype = (int)r->weights_dtype;
         set->narrow(weights_dtype, chosen, top_k, r->weights + t * top_k * itemsize_of(weights_dtype));
-        failed = can ? 0 : 1;
+        if (!can) failed = 1;
     }
     free(scores);
     free(all);

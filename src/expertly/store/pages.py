@@ -113,9 +113,10 @@ class KeptPages:
         except OSError as error:
             log.warning("kv_disk: %s: %s; nothing more is kept there", self._folder, error.strerror or error)
             self._is_broken = True
-        with self._changed:
-            self._waiting_nbytes -= len(page)
-            self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._waiting_nbytes -= len(page)
+                self._changed.notify_all()
 
     def _write(self, name: str, content: bytes) -> None:
         if name in self._nbytes or len(content) > self._most_nbytes:
