@@ -115,10 +115,11 @@ def main() -> None:
                 for tree, source in zip(trees, (ROOT, other), strict=True):
                     place = tree.ask(source=str(folder), system=system, memory=args.memory)["from"]
                     assert Path(place).is_relative_to(source), f"{place} is not in {source}"
+                # before anything is timed: whoever has just run a text has its experts
+                texts = [trees[0].ask(seed=number, text=[])["text"] for number in range(args.rounds + 1)]
                 rounds: list[list[dict[str, Any]]] = []
-                for number in range(args.rounds + 1):  # the first warms up
+                for number, text in enumerate(texts):  # the first warms up
                     order = trees if number % 2 else trees[::-1]
-                    text = trees[0].ask(seed=number, text=[])["text"]
                     timed = {tree: tree.ask(seed=number, text=text) for tree in order}
                     rounds.append([timed[tree] for tree in trees])
                 ratios = {
