@@ -6,16 +6,18 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.model import sandbox_process
+from expertly.model.sandbox_process import LENGTH
 
 _START_S = 60.0
 """For the process to start, on a machine that is busy with something else."""
@@ -49,7 +51,7 @@ class Sandbox:
         self._settings = {"service": service, "cpu_s": cpu_s, "nbytes": nbytes, **(settings or {})}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Any = None
+        self._socket: socket.socket | None = None
 
     @property
     def pid(self) -> int | None:
@@ -76,26 +78,43 @@ class Sandbox:
             self._end()  # memory ran out elsewhere
         if self._process is None:
             self._start()
+        assert self._socket is not None
+        end = time.monotonic() + self._seconds
         try:
-            self._connection.send_bytes(request)
-            if not self._connection.poll(self._seconds):
-                raise SlowError(f"did not end in {self._seconds:g} s")
-            answer = self._connection.recv_bytes()
-            if answer[1:2] == b".":
+            self._socket.settimeout(self._seconds)
+            self._socket.sendall(LENGTH.pack(len(request)) + request)
+            head = self._receive(2 + LENGTH.size, end)
+            (length,) = LENGTH.unpack(head[2:])
+            answer = self._receive(length, end)
+            if head[1:2] == b".":
                 self._end()
-            return answer[:1], answer[2:]
-        except (EOFError, OSError):
+            return head[:1], answer
+        except TimeoutError:
+            self._end()
+            raise SlowError(f"did not end in {self._seconds:g} s") from None
+        except OSError:
             raise self._died() from None
-        except BaseException:  # an interrupt, too: the answer would be the next request's
+        except BaseException:  # an interrupt: the answer would be the next request's
             self._end()
             raise
+
+    def _receive(self, num: int, end: float) -> bytes:
+        assert self._socket is not None
+        parts = bytearray()
+        while len(parts) < num:
+            self._socket.settimeout(max(1e-3, end - time.monotonic()))
+            part = self._socket.recv(min(num - len(parts), 1 << 20))
+            if not part:
+                raise ConnectionResetError
+            parts += part
+        return bytes(parts)
 
     def _start(self) -> None:
         specs = [importlib.util.find_spec(name) for name in self._packages]
         folders = dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin)
         settings = json.dumps({"folders": list(folders), **self._settings})
         command = [sys.executable, "-I", "-S", "-B", sandbox_process.__file__, settings]
-        self._connection, theirs = Pipe()
+        self._socket, theirs = socket.socketpair()
         cause = f"its command: {command}"
         try:
             with theirs:
@@ -108,8 +127,9 @@ class Sandbox:
                     env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
                     start_new_session=True,  # an interrupt of the terminal is for this process
                 )
-            is_up = self._connection.poll(_START_S) and bool(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
+            self._socket.settimeout(_START_S)
+            is_up = bool(self._socket.recv(1))
+        except OSError as error:
             is_up, cause = False, f"{error}; {cause}"
         if not is_up:
             self._end()
@@ -119,9 +139,9 @@ class Sandbox:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        if self._connection is not None:
-            self._connection.close()
-        self._process = self._connection = None
+        if self._socket is not None:
+            self._socket.close()
+        self._process = self._socket = None
 
     def _died(self) -> ConfigError:
         assert self._process is not None

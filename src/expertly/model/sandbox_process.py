@@ -1,8 +1,9 @@
 """The program of a sandbox (sandbox.py runs it by its path): renders chat templates, or compiles grammars.
 
 Imports jinja2 and transformers' own file for chat templates, or llguidance, and nothing else of transformers and
-nothing of ours: it takes 20 MB of memory and starts in a tenth of a second. A request is JSON, an answer a letter, a
-comma or, where it is the last, a period, and text. A plus says that the process is ready.
+nothing of ours: it takes 20 MB of memory and starts in a tenth of a second. A request is JSON behind its length, an
+answer a letter, a comma or, where it is the last, a period, and text behind its length. A plus says that the process
+is ready.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import importlib.util
 import json
 import os
 import resource
+import select
 import signal
+import struct
 import sys
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+LENGTH = struct.Struct("<Q")
 
 MAX_MESSAGE = 1000
 """Characters of an error that are sent."""
@@ -118,6 +123,26 @@ def _answer(service: Any, request: dict[str, Any]) -> tuple[bytes, bytes]:
     return letter, (text[:MAX_MESSAGE] if letter == b"E" else text).encode("utf-8", "surrogatepass")
 
 
+def _read(num: int, parent: int) -> bytes:
+    """So many bytes of stdin. Ends the process where there are no more or its parent is another: it ended."""
+    parts = bytearray()
+    while len(parts) < num:
+        while not select.select([0], [], [], PARENT_S)[0]:
+            if os.getppid() != parent:  # and a process that inherited the other end keeps it open
+                os._exit(0)
+        part = os.read(0, min(num - len(parts), 1 << 20))
+        if not part:
+            os._exit(0)
+        parts += part
+    return bytes(parts)
+
+
+def _write(parts: Sequence[bytes]) -> None:
+    raw = memoryview(b"".join(parts))
+    while raw:
+        raw = raw[os.write(0, raw) :]
+
+
 def _memory() -> tuple[int, int]:
     """Bytes of address space and of memory that this process takes."""
     with open("/proc/self/statm") as file:
@@ -145,21 +170,14 @@ def main() -> None:
         hard = resource.getrlimit(limit)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(limit, (most, most))
-    connection = Connection(0)
-    connection.send_bytes(b"+")
+    os.write(0, b"+")
     while True:
-        while not connection.poll(PARENT_S):
-            if os.getppid() != parent:  # and a process that inherited the other end keeps it open
-                os._exit(0)
-        try:
-            request = connection.recv_bytes()
-        except EOFError:  # the parent ended
-            os._exit(0)
+        (length,) = LENGTH.unpack(_read(LENGTH.size, parent))
         signal.setitimer(signal.ITIMER_PROF, settings["cpu_s"])  # its signal ends the process, whatever it is doing
-        letter, text = _answer(service, json.loads(request))
+        letter, text = _answer(service, json.loads(_read(length, parent)))
         signal.setitimer(signal.ITIMER_PROF, 0)
         is_end = letter == b"M" or _memory()[1] > taken + GROWTH_NBYTES
-        connection.send_bytes(letter + (b"." if is_end else b",") + text)
+        _write((letter, b"." if is_end else b",", LENGTH.pack(len(text)), text))
         if is_end:
             os._exit(0)
 
