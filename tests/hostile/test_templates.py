@@ -174,3 +174,17 @@ def test_what_ends_the_process_while_it_waits_ends_no_conversation(tokenizer: An
     os.kill(pid, signal.SIGKILL)
     until(lambda: renderer.sandbox.pid is None)
     assert renderer.render(tokenizer, [], "b") == "b"
+
+
+@pytest.mark.parametrize("length", [2, 4 * MIB], ids=["short", "more than a socket holds"])
+def test_a_process_that_stands_still_ends_in_its_time(tokenizer: Any, length: int) -> None:
+    """Processor time alone would not end it; nor may a conversation wait for it to be read."""
+    with Renderer(seconds=2.0) as renderer:
+        assert renderer.render(tokenizer, [], "a") == "a"
+        assert renderer.sandbox.pid is not None
+        os.kill(renderer.sandbox.pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(ConfigError, match="did not end in 2 s"):
+            renderer.render(tokenizer, [{"role": "user", "content": "a" * length}], "{{ messages[0].content }}")
+        assert time.monotonic() - begin < 20
+        assert renderer.render(tokenizer, [], "b") == "b"
