@@ -39,11 +39,11 @@ def test_families_decode_by_the_kernels(family: str, dtype: torch.dtype, monkeyp
 
     assert use_kernels(model, kernels) > 0
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "expertly", both)
-    ids = torch.tensor([[0, 0, *range(2, 20)], [*range(5, 25)]])  # one has pads
+    ids = torch.tensor([[0, 0, *range(2, 40)], [*range(5, 45)]])  # one has pads
     with torch.no_grad():
         cache = model(ids[:, :14], (ids != 0)[:, :14], use_cache=True).past_key_values
         assert kernels.counts.attention == 0, "a prompt is transformers'"
-        for first, last in ((14, 15), (15, 18), (18, 19)):
+        for first, last in ((14, 15), (15, 18), (18, 40)):  # the last as a part of a prompt
             model(ids[:, first:last], (ids != 0)[:, :last], past_key_values=cache, use_cache=True)
     num_layers = sum(name.endswith(".self_attn") for name, _ in model.named_modules())
     assert kernels.counts.attention == 3 * num_layers > 0

@@ -17,6 +17,7 @@ SHAPES = [  # sequences, heads, key heads, tokens, keys, widths of keys and of v
     (1, 8, 2, 1, 300, 64, 64),
     (2, 4, 4, 3, 257, 80, 48),
     (1, 6, 2, 16, 600, 192, 128),
+    (1, 8, 2, 64, 300, 32, 32),
     (3, 5, 5, 1, 13, 20, 7),
 ]
 CLOSE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-6}

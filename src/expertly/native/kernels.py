@@ -37,8 +37,8 @@ TASK_TOKENS, MANY_TOKENS = 16, 48
 those of a prompt for which a tile of quantised weights is decoded once.
 """
 
-_ATTENDING_TOKENS = 64
-"""Of a sequence that go on behind others: torch's attention reads keys and values of many more as fast."""
+_ATTENTION_TOKENS = 64
+"""Tokens of one sequence, behind others that the cache holds: for more of them torch's attention is as fast."""
 
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
@@ -374,7 +374,7 @@ class Kernels:
         if weights:
             return sys.maxsize
         if weights is None:
-            return _ATTENDING_TOKENS
+            return _ATTENTION_TOKENS
         return _MAX_FLOAT32_TOKENS if dtype == torch.float32 else TASK_TOKENS
 
     def slots(self, *layer: Any) -> Any:
