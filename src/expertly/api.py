@@ -48,7 +48,7 @@ from expertly.options import AUTO, LOAD_OPTIONS, LoadOptions, described
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState, read_learned, save_learned
 from expertly.policies.reuse import compiled_reuse
-from expertly.scheduler.systems import AUTO_SYSTEM, BASE_SYSTEM, System, get_runnable, without_prediction
+from expertly.scheduler.systems import AUTO_SYSTEM, BASE_SYSTEM, HOST_EVICTION, System, get_runnable, without_prediction
 from expertly.store.cache import learned_beside
 from expertly.store.packed import ExtentSource, PackedStore
 
@@ -249,7 +249,13 @@ def _open_engine(chosen: _Chosen, target: torch.device, opened: ExitStack) -> En
     remotes = open_workers(chosen.peers, away, memories=chosen.worker_nbytes, store=store, system=system)
     host_nbytes = kind.host_nbytes(target, options.host_memory, geometry.nbytes)
     source: ExtentSource = StoreOfShare(store, home) if remotes else store
-    device = kind.make(target, source, geometry, scheduler.budget.pool_slots(), dtype, host_nbytes)
+    tier = None
+    if not kind.runs_on_host:
+        tier = system.tier(geometry, host_nbytes, known)
+    elif system.host != HOST_EVICTION:
+        accepted = f"there is no host tier behind {target}; accepted: no host"
+        raise ConfigError(f"system={system.name!r}: host={system.host}: {accepted}")
+    device = kind.make(target, source, geometry, scheduler.budget.pool_slots(), dtype, tier)
     opened.callback(device.close)
     shard = Shard(str(target), scheduler, device)
     executor: Executor = Cluster(chosen.placement, shard, remotes) if remotes else shard

@@ -14,7 +14,7 @@ def test_json_has_every_system_part_and_option(capsys: Captured) -> None:
     assert listed.keys() == SYSTEMS.keys() >= {"on-demand", "lru", "lfu", "lcp", "static", "resident"}
     assert listed["lfu"].keys() == {
         "name", "summary", "eviction", "scope", "allocation", "prediction", "prefetch", "distance",
-        "admission", "ahead", "prefill", "loop", "segments",
+        "admission", "ahead", "host", "prefill", "loop", "segments",
     }  # fmt: skip
     assert (listed["lfu"]["ahead"], listed["promoe"]["segments"], listed["moepic"]["ahead"]) == (None, 4, "staging")
     assert "proximity" in result["parts"]["prefetch"] and "fmoe" in result["parts"]["eviction"]

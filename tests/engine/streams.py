@@ -16,6 +16,7 @@ import torch
 from expertly.core.messages import Span
 from expertly.engine import cpu
 from expertly.engine.cuda import CopyThread, CudaDevice
+from expertly.scheduler.tier import Tier
 
 POISON = 0xFF
 """Each byte of a slot that a copy goes to, until it has come: NaN in every format."""
@@ -384,9 +385,9 @@ def put_in_place(
     """
     made: list[CudaDevice] = []
 
-    def make_device(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, host_nbytes: int) -> CudaDevice:
-        nbytes = geometry.nbytes * host_share // 100
-        made.append(WatchedDevice(torch.device("cpu"), make(), store, geometry, slots, dtype, nbytes))
+    def make_device(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, _: None) -> CudaDevice:
+        tier = Tier(geometry, geometry.nbytes * host_share // 100)
+        made.append(WatchedDevice(torch.device("cpu"), make(), store, geometry, slots, dtype, tier))
         return made[-1]
 
     monkeypatch.setattr(cpu.KIND, "make", make_device)

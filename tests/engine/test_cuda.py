@@ -21,6 +21,7 @@ from expertly.engine import cuda
 from expertly.engine.cuda import CudaDevice
 from expertly.native.kernels import VARIABLE
 from expertly.scheduler.budget import split_budget
+from expertly.scheduler.tier import Tier
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Cases
 from tests.engine.disk import Disk
@@ -92,7 +93,7 @@ def load_one(streams: Any, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     disk = Disk(shape)
     disk.put(monkeypatch)
     disk.let_all_end()
-    device = CudaDevice(torch.device("cpu"), streams, disk, shape, [8], torch.uint8, shape.nbytes)
+    device = CudaDevice(torch.device("cpu"), streams, disk, shape, [8], torch.uint8, Tier(shape, shape.nbytes))
     device.submit([Span(0, 3, 0, 1, 5)])
     assert device.wait().expert == 3
     return device
@@ -173,5 +174,6 @@ def test_what_fails_behind_the_pool_leaves_nothing(cases: Cases, monkeypatch: py
     threads = len(reader_threads())
     monkeypatch.setattr(cuda, "Readers", Mock(side_effect=ConfigError("no readers")))
     with pytest.raises(ConfigError, match="no readers"):
-        CudaDevice(torch.device("cpu"), LateStreams(), store, geometry, slots, torch.float32, geometry.nbytes)
+        tier = Tier(geometry, geometry.nbytes)
+        CudaDevice(torch.device("cpu"), LateStreams(), store, geometry, slots, torch.float32, tier)
     assert len(reader_threads()) == threads and open_files(store.folder) == []

@@ -147,6 +147,7 @@ REFUSED: list[tuple[type[ConfigError], dict[str, Any], str]] = [
     (ConfigError, {"system": "mixtral-offloading"}, r"loop=synchronous is for simulation.*; accepted: .*lru"),
     (ConfigError, {"device": "meta"}, r"device='meta'.*accepted: cpu"),
     (ConfigError, {"host_memory": "1GiB"}, r"host_memory='1GiB': there is no host tier"),
+    (ConfigError, {"system": "lru:host=lfu"}, r"host=lfu: there is no host tier behind cpu; accepted: no host"),
     *([] if torch.cuda.is_available() else [(ConfigError, {"device": "cuda"}, r"device='cuda'.*no CUDA device")]),
 ]
 """Beside those of cli/test_refusals.py."""

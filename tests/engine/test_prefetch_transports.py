@@ -25,6 +25,7 @@ from expertly.policies.lru import LRU
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.cache import LOADING, PREFETCHING
 from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.tier import Tier
 from tests.engine import streams
 from tests.engine.disk import Disk
 from tests.engine.streams import Accelerator, Link, Mark, RandomStreams
@@ -62,17 +63,17 @@ class WatchedDevice(CudaDevice):
 def make(kind: str, disk: Any, shape: Geometry, slots: list[int], dice: random.Random) -> Device:
     if kind == "cpu":
         return CpuDevice(disk, shape, slots, torch.bfloat16)
-    nbytes = int(shape.nbytes * 0.45) if "little" in kind else shape.nbytes
+    tier = Tier(shape, int(shape.nbytes * 0.45) if "little" in kind else shape.nbytes)
     device = torch.device("cpu")
     if kind.startswith("accelerator"):
         link = Link(dice.choice([1e8, 1e9, 1e10]), dice.choice([0, 2000]))
         times = {name: dice.choice([0, 300, 20_000]) for name in ("kernel_ns", "host_ns", "wake_ns")}
-        return streams.WatchedDevice(device, Accelerator(link, **times), disk, shape, slots, torch.bfloat16, nbytes)
+        return streams.WatchedDevice(device, Accelerator(link, **times), disk, shape, slots, torch.bfloat16, tier)
     if kind.startswith("threads"):
         made = streams.ThreadStreams(dice.choice([0, 1e-4]))
-        return CudaDevice(device, made, disk, shape, slots, torch.bfloat16, nbytes)
+        return CudaDevice(device, made, disk, shape, slots, torch.bfloat16, tier)
     most = -(-cuda.AHEAD_NBYTES // min(shape.unit_nbytes[layer] for layer in range(shape.num_layers)))
-    return WatchedDevice(device, RandomStreams(dice), disk, shape, slots, torch.bfloat16, nbytes).watch(most)
+    return WatchedDevice(device, RandomStreams(dice), disk, shape, slots, torch.bfloat16, tier).watch(most)
 
 
 class Counted:

@@ -44,6 +44,13 @@ REFUSED = {
         ("--experts-per-layer half", "experts_per_layer='half': must be a whole number from 0"),
         ("--experts-per-layer -1", "experts_per_layer='-1': must be a whole number from 0"),
         ("--experts-per-layer 2 --memory 10%", "experts_per_layer=2: stands instead of memory=10%"),
+        ("--host-memory auto --memory 50%", "host_memory='auto': there is no machine to ask; accepted: a share"),
+        ("--host-memory 1% --memory 50%", "below the staging slots through which experts are streamed; the least"),
+        (
+            "--host-memory 50% --hardware laptop-nvme --memory 50%",
+            "'laptop-nvme' has no [disk]; accepted: one that has",
+        ),
+        ("--system lru:host=lfu --memory 50%", "system='lru:host=lfu': host=lfu: of no use without host_memory"),
         ("--split a:b", "Invalid value for '--split': 'a:b': must be two whole numbers from 1"),
         ("--split 7:0", "Invalid value for '--split': '7:0': must be"),
         ("--split 99:1", "split=99:1: of 4 requests, 4 to learn from and 0 to simulate"),

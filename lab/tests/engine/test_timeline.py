@@ -18,12 +18,14 @@ from expertly.core.messages import Span
 from expertly.engine import cuda
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.systems import get_system
+from expertly.scheduler.tier import Tier
 from expertly_lab.sim import study as study_module
 from expertly_lab.sim.compute import ComputeModel
 from expertly_lab.sim.hardware import Link
 from expertly_lab.sim.link import Clock
 from expertly_lab.sim.simulator import Simulator
 from expertly_lab.sim.study import Memory
+from expertly_lab.sim.tiered import TieredLink
 from expertly_lab.trace.reader import Trace
 from lab.tests.sim.drive import can_run, make_study, make_trace, random_passes, toy
 from tests.engine.disk import Disk
@@ -40,24 +42,25 @@ class AcceleratedLink:
 
     num_devices = 1
 
-    def __init__(self, accelerator: Accelerator, geometry: Geometry, slots: list[int]) -> None:
+    def __init__(self, accelerator: Accelerator, geometry: Geometry, slots: list[int], tier: Tier | None) -> None:
+        """`tier`: empty; None: the host has all experts before anything runs."""
         disk = Disk(geometry)
         disk.let_all_end()
         self.accelerator = accelerator
         with pytest.MonkeyPatch.context() as patch:
             disk.put(patch)
-            cpu = torch.device("cpu")
-            device = WatchedDevice(cpu, accelerator, disk, geometry, slots, torch.uint8, geometry.nbytes)
-        self.device, self._content = device, disk.content
+            cpu, full = torch.device("cpu"), Tier(geometry, geometry.nbytes)
+            device = WatchedDevice(cpu, accelerator, disk, geometry, slots, torch.uint8, tier or full)
+        self.device, self._content, self._geometry = device, disk.content, geometry
         self.submit, self.prefetch, self.cancel = device.submit, device.prefetch, device.cancel
         self.poll, self.wait = device.poll, device.wait
-        tier = device.tier
-        for layer, shape in enumerate(geometry.layers):  # the host has all experts before anything runs
+        host = device.tier
+        for layer, shape in enumerate(geometry.layers) if tier is None else ():
             for expert in range(shape.num_experts):
                 transfer = cuda.Transfer(Span(layer, expert, 0, geometry.segments_per_expert, 0))
-                assert tier.request(transfer) is not None
+                assert host.request(transfer) is not None
                 for _ in range(transfer.num_reads):
-                    tier.arrived(tier.readers.wait())
+                    host.arrived(host.readers.wait())
 
     @property
     def stall_ns(self) -> int:
@@ -65,7 +68,7 @@ class AcceleratedLink:
 
     def compute(self, span: Span, duration_ns: int) -> None:
         """A kernel reads the span's bytes, which are the expert's own."""
-        blocks = self.device.tier._geometry.blocks_per_segment(span.layer)
+        blocks = self._geometry.blocks_per_segment(span.layer)
         rows = self.device.rows(span.layer)[span.slot * blocks : (span.slot + span.num_segments) * blocks]
         assert bytes(rows.contiguous().view(torch.uint8).numpy()) == self._content(span), span
         self.accelerator.kernel(duration_ns)
@@ -83,7 +86,8 @@ class Accelerated(Simulator):
         self.accelerator = accelerator = Accelerator(moves, wake_ns=wake_ns)
         accelerator.busy_until_ns = 0  # type: ignore[attr-defined]  # its kernels are no part of the host's time
         slots = scheduler.budget.pool_slots()
-        mine: Any = AcceleratedLink(accelerator, scheduler.geometry, slots)
+        tier = link._tier if isinstance(link, TieredLink) else None
+        mine: Any = AcceleratedLink(accelerator, scheduler.geometry, slots, tier)
         super().__init__(scheduler, compute, accelerator, mine, **more)
         self.begun_ns: list[int] = []  # when passes began
 
@@ -115,7 +119,7 @@ def both(
 ) -> tuple[Simulator, Accelerated]:
     """The simulator's run, and the device's."""
     result: list[Any] = []
-    hardware = toy(link=link)
+    hardware = toy(link=link, disk=Link(float("inf"), 0))
     for make in (Simulator, partial(Accelerated, wake_ns, link)):
         monkeypatch.setattr(study_module, "Simulator", make)
         study = make_study(trace, hardware, **settings)
@@ -152,6 +156,21 @@ def test_every_preset_takes_as_long_as_the_simulator_says(
         result[system] = tpot_ns(there) / tpot_ns(simulated) - 1
     assert len(result) > 20
     assert {name: off for name, off in result.items() if abs(off) > 0.05} == {}
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_the_tier_behind_it_reads_what_the_simulators_reads(
+    segments: int, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly, if what was used last never goes. Of `lfu` the newest goes, unless it is just being copied."""
+    reads = {}
+    for system in ("on-demand", "lru", "lru:host=lfu", "expertly"):
+        settings = {"host_memory": "40%", "segments": segments}
+        simulated, there = both(trace, system, "20%", Link(2e9, 7), monkeypatch, wake_ns=50, **settings)
+        assert isinstance(simulated.link, TieredLink)
+        reads[system] = there.link.device.stats()["disk_nbytes"]
+        assert reads[system] == pytest.approx(simulated.link.disk_nbytes, rel=0.02 if "lfu" in system else 0)
+    assert 100 * 1024 < reads["lru:host=lfu"] < 0.9 * reads["lru"], "routing is skewed: the frequent stay"
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------
@@ -192,7 +211,8 @@ def bench_of(streams: Any, num_experts: int, monkeypatch: pytest.MonkeyPatch) ->
     disk.let_all_end()
     disk.put(monkeypatch)
     cpu = torch.device("cpu")
-    return WatchedDevice(cpu, streams, disk, shape, [2 * num_experts], torch.uint8, shape.nbytes), disk
+    tier = Tier(shape, shape.nbytes)
+    return WatchedDevice(cpu, streams, disk, shape, [2 * num_experts], torch.uint8, tier), disk
 
 
 def test_prefetches_come_while_the_forward_thread_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

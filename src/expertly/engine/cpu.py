@@ -15,6 +15,7 @@ from expertly.engine.device import Device, DeviceKind
 from expertly.engine.slots import HostPool
 from expertly.engine.transfer import Readers
 from expertly.scheduler.budget import class_segment_nbytes
+from expertly.scheduler.tier import Tier
 from expertly.store.packed import ExtentSource
 
 
@@ -68,7 +69,7 @@ class _Cpu(DeviceKind):
         geometry: Geometry,
         slots_per_class: list[int],
         dtype: torch.dtype,
-        host_nbytes: int,
+        tier: Tier | None,
     ) -> Device:
         return CpuDevice(store, geometry, slots_per_class, dtype)
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from expertly.core.errors import BudgetError, ConfigError, ModelUseError, TransferError
+from expertly.core.errors import ConfigError, ModelUseError, TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import available_host_nbytes, parse_memory
@@ -25,10 +26,9 @@ from expertly.engine.device import Device, DeviceKind
 from expertly.engine.memory import WORKING_NBYTES
 from expertly.engine.slots import HostPool, layer_rows
 from expertly.engine.transfer import Readers
-from expertly.policies.allocation import uniform_quotas
-from expertly.policies.lru import LRU
-from expertly.scheduler.budget import Budget, class_segment_nbytes, split_budget
-from expertly.scheduler.cache import ABSENT, LOADING, RESIDENT, Cache
+from expertly.scheduler.budget import class_segment_nbytes
+from expertly.scheduler.cache import LOADING
+from expertly.scheduler.tier import Tier
 from expertly.store.packed import ExtentSource
 
 AHEAD_NBYTES = 8 << 20
@@ -93,9 +93,9 @@ class CudaDevice:
         geometry: Geometry,
         slots_per_class: list[int],
         dtype: torch.dtype,
-        host_nbytes: int,
+        tier: Tier,
     ) -> None:
-        """`host_nbytes`: RAM, pinned where the system allows it."""
+        """`tier`: decides about the RAM behind the device, which is pinned where the system allows it."""
         self.torch_device, self.dtype = device, dtype
         self.waits: list[tuple[Any, Any]] = []
         self.streams = streams
@@ -109,7 +109,7 @@ class CudaDevice:
         self._changed = threading.Condition()  # re-entrant: a garbage collection may close another model's device
         self._under_way = _UnderWay()
         self._nbytes = {"host_hit_nbytes": 0, "copied_nbytes": 0}
-        self.tier = HostTier(streams, store, geometry, host_nbytes, dtype)
+        self.tier = HostTier(streams, store, tier, dtype)
         self.host_memory: str | None = self.tier.pinning
         streams.watch(self._ended)
 
@@ -359,29 +359,18 @@ class CudaDevice:
 
 
 class HostTier:
-    """Brings the segments of a device span into host slots. Its spans carry host slots, not device slots. An
-    expert is not evicted while a copy out of its slots may still be running.
-
-    It is no second Scheduler, whose plans are for one running layer: here transfers of several layers are under way.
+    """Brings the segments of a device span into host slots, as a Tier decides. Its spans carry host slots, not device
+    slots. An expert is not evicted while a copy out of its slots may still be running.
     """
 
-    def __init__(
-        self, streams: CudaStreams, store: ExtentSource, geometry: Geometry, memory_nbytes: int, dtype: torch.dtype
-    ) -> None:
-        try:
-            slots = split_budget(geometry, memory_nbytes).pool_slots()
-        except BudgetError as error:
-            raise BudgetError(f"host_{error}") from None
+    def __init__(self, streams: CudaStreams, store: ExtentSource, tier: Tier, dtype: torch.dtype) -> None:
         self.loading: dict[Span, Transfer] = {}
         """Host spans that are being read, and for which transfer."""
-        self._geometry = geometry
-        self.memory_nbytes = memory_nbytes
-        budget = Budget(memory_nbytes, (0,) * len(slots), tuple(slots), tuple(uniform_quotas(geometry, slots)))
-        self._cache = Cache(geometry, budget, lambda capacity, layers: LRU())
-        self._streams = streams
+        self._tier, self._streams = tier, streams
+        self.memory_nbytes = tier.memory_nbytes
         self._copied: dict[int, Any] = {}  # expert id -> mark of the last copy out of its slots, in their order
         with contextlib.ExitStack() as opened:  # closed from the last to the first
-            self.pool = HostPool(geometry, slots, class_segment_nbytes(geometry), dtype)
+            self.pool = HostPool(tier.geometry, tier.slots, class_segment_nbytes(tier.geometry), dtype)
             opened.callback(self.pool.close)
             self.pinning = "registered"
             """How it is page-locked. From memory that is not, copies are slower and make who queues them wait."""
@@ -393,7 +382,7 @@ class HostTier:
                 except OSError as error:
                     self.pinning = f"pageable; {error}"
             opened.callback(streams.synchronize)
-            self.readers = Readers(store.layer_file, geometry, self.pool.memory, arrived=streams.wake)
+            self.readers = Readers(store.layer_file, tier.geometry, self.pool.memory, arrived=streams.wake)
             opened.callback(self.readers.close)
             self._opened = opened.pop_all()
 
@@ -402,38 +391,36 @@ class HostTier:
         copies end. A prefetch is read behind all others, and has room only where nothing must be waited for and no
         expert of `spared` (ids) goes.
         """
-        cache, eid, is_prefetch = self._cache, self.expert(transfer.span), transfer.is_prefetch
-        units = cache.units_of(transfer.span)
-        resident = [unit for unit in units if cache.state[unit] == RESIDENT]
-        missing = [unit for unit in units if cache.state[unit] == ABSENT]
-        assert len(resident) + len(missing) == len(units), "a device span is asked for once"
-        if missing:
-            if not self._make_room(transfer.span.layer, len(missing), {eid, *spared}, is_prefetch):
-                return None
-            cache.keep([missing])
-        cache.partitions[transfer.span.layer].policy.used([eid], [1], 1)
-        reads = cache.allocate(missing, LOADING) if missing else []
+        decided = self._tier.request(transfer.span, partial(self._busy, spared))
+        if decided is None:
+            return None
+        resident, reads = decided
         transfer.num_reads = len(reads)
         self.loading.update(dict.fromkeys(reads, transfer))
-        self.readers.submit(reads, is_prefetch=is_prefetch)
-        return cache.spans(resident)
+        self.readers.submit(reads, is_prefetch=transfer.is_prefetch)
+        return resident
+
+    def _busy(self, spared: Collection[int]) -> Iterable[int]:
+        """Experts that must not go now."""
+        while self._copied and self._streams.is_past(next(iter(self._copied.values()))):
+            del self._copied[next(iter(self._copied))]
+        return (*spared, *self._copied, *map(self.expert, self.loading))
 
     def find(self, wanted: Span) -> list[Span]:
         """The host spans of a device span that is here; none where a part of it is not."""
-        units = self._cache.units_of(wanted)
-        return self._cache.spans(units) if all(self._cache.state[unit] == RESIDENT for unit in units) else []
+        return self._tier.find(wanted)
 
     def cancel(self, layer: int | None = None) -> list[Transfer]:
         """Give up prefetches of this layer, or all, that no reader has begun."""
         cancelled = []
         for span in self.readers.cancel(layer):
             cancelled.append(self.loading.pop(span))
-            self._cache.release(self._cache.units_of(span))
+            self._tier.cancelled(span)
         return cancelled
 
     def arrived(self, span: Span) -> Transfer:
         """A host span has been read; for which transfer."""
-        self._cache.arrived(span)
+        self._tier.arrived(span)
         transfer = self.loading.pop(span)
         transfer.num_reads -= 1
         return transfer
@@ -448,7 +435,7 @@ class HostTier:
         """Nothing is read or copied any more; what had not arrived is absent again."""
         self.readers.drain()
         for span in self.loading:
-            self._cache.release(self._cache.units_of(span))
+            self._tier.cancelled(span)
         self.loading.clear()
         self._streams.synchronize()
         self._copied.clear()
@@ -460,31 +447,18 @@ class HostTier:
     @property
     def resident_nbytes(self) -> int:
         """Of the segments that are here. Any thread may ask."""
-        return self._cache.resident_nbytes()
+        return self._tier.cache.resident_nbytes()
 
     def check(self) -> None:
         """Slots, units and budget agree."""
-        cache = self._cache
-        cache.check()
+        cache = self._tier.cache
+        self._tier.check()
         loading = sorted(unit for span in self.loading for unit in cache.units_of(span))
         assert loading == [unit for unit, state in enumerate(cache.state) if state == LOADING]
-        assert cache.kept == [state != ABSENT for state in cache.state]
 
     def expert(self, span: Span) -> int:
         """Its id."""
-        return self._geometry.expert_id(span.layer, span.expert)
-
-    def _make_room(self, layer: int, num_segments: int, spared: Collection[int], is_prefetch: bool) -> bool:
-        cache = self._cache
-        if cache.partitions[layer].room >= num_segments:
-            return True
-        while self._copied and self._streams.is_past(next(iter(self._copied.values()))):
-            del self._copied[next(iter(self._copied))]
-        protected = {*spared, *self._copied, *map(self.expert, self.loading)}
-        has_room = cache.make_room(layer, num_segments, protected) >= num_segments
-        is_full = is_prefetch or self.loading or self._copied
-        assert has_room or is_full, "the host tier holds at least one token's experts"
-        return has_room
+        return self._tier.geometry.expert_id(span.layer, span.expert)
 
 
 # -- streams -------------------------------------------------------------------------------------------------------
@@ -698,11 +672,12 @@ class _Cuda(DeviceKind):
         geometry: Geometry,
         slots_per_class: list[int],
         dtype: torch.dtype,
-        host_nbytes: int,
+        tier: Tier | None,
     ) -> Device:
+        assert tier is not None
         # cuDNN's attention makes a plan for each new length, which takes longer than several tokens; torch has others.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        return CudaDevice(device, CudaStreams(device), store, geometry, slots_per_class, dtype, host_nbytes)
+        return CudaDevice(device, CudaStreams(device), store, geometry, slots_per_class, dtype, tier)
 
     def recorder(self, device: torch.device) -> CudaGraphs:
         return CudaGraphs(device)

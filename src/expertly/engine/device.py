@@ -16,6 +16,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.scheduler.loop import Transport
+from expertly.scheduler.tier import Tier
 from expertly.store.packed import ExtentSource
 
 
@@ -92,9 +93,9 @@ class DeviceKind(Protocol):
         geometry: Geometry,
         slots_per_class: list[int],
         dtype: torch.dtype,
-        host_nbytes: int,
+        tier: Tier | None,
     ) -> Device:
-        """A device with empty slots, and `host_nbytes` of RAM behind it."""
+        """A device with empty slots; an accelerator with the RAM behind it of which `tier` decides."""
 
     def recorder(self, device: torch.device) -> Any:
         """Makes graphs of kernels: see `model.graphs.Recorder`; None where the host queues none."""

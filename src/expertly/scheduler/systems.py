@@ -21,11 +21,13 @@ from expertly.policies.registry import ALLOCATIONS, EVICTIONS, PREDICTORS, OrNon
 from expertly.scheduler.budget import Budget, allocate
 from expertly.scheduler.prefetch import PRIORITIES
 from expertly.scheduler.scheduler import Scheduler
+from expertly.scheduler.tier import Tier
 
 P = TypeVar("P", bound=Policy)
 
 OVERLAPPED = "overlapped"  # loads, prefetches and computing go on at the same time, as in an engine
 BASE_SYSTEM = "lru"  # the baseline
+HOST_EVICTION = "lru"  # of the host memory behind an accelerator, unless a system says otherwise
 AUTO_SYSTEM = "auto"  # where a model is loaded: `default_system`
 LEAST_NBYTES = 3 << 18  # of an expert, for prefetching by default: loading tiny ones is faster than asking routers
 
@@ -38,6 +40,7 @@ ACCEPTED: dict[str, Collection[str]] = {
     "admission": ("always", "best"),
     "prefill": ("stream", "evict"),
     "ahead": ("cache", "staging"),
+    "host": EVICTIONS,
     "loop": (OVERLAPPED, "synchronous", "by-id"),
 }
 """For each part that is chosen by name, the names it accepts."""
@@ -72,6 +75,7 @@ class System:
     admission: str = "always"  # see Scheduler.__init__
     prefill: str = "stream"  # see Scheduler.__init__
     ahead: str = "cache"  # see Scheduler.__init__
+    host: str = HOST_EVICTION  # a key of EVICTIONS: what goes from the host memory behind an accelerator (Tier)
     distance: int = 1  # layers that the predictor looks ahead
     loop: str = OVERLAPPED  # how a layer runs; another one is for simulation (sim/synchronous.py)
     segments: int = 1  # P, where nobody asks for another (core.geometry.fitting_segments)
@@ -117,6 +121,10 @@ class System:
             allocation=self._allocation(geometry, known),
             predicts=self.prediction != "none",
         )
+
+    def tier(self, geometry: Geometry, memory_nbytes: int, known: Known = NOTHING) -> Tier:
+        """The host memory behind an accelerator. Raises BudgetError if it is too little, ConfigError as `scheduler`."""
+        return Tier(geometry, memory_nbytes, EVICTIONS[self.host].of_model(geometry, known))
 
     def budget(self, geometry: Geometry, budget: Budget, known: Known = NOTHING) -> Budget:
         """The budget's slots as this system begins with them: staging slots, and the quota of each layer."""
@@ -175,6 +183,9 @@ def _problems(system: System) -> Iterator[str]:
     yield from _problems_of_running(system, system._predictor, is_best=system.admission == "best")
     if not system.keeps_everything:
         yield from _problems_of_eviction(f"eviction={system.eviction!r}", EVICTIONS[system.eviction], system)
+        if not _goes_by_use(EVICTIONS[system.host]):
+            accepted = _names(EVICTIONS, _goes_by_use)
+            yield f"host={system.host!r}: the tier behind a device is told of uses alone; accepted: host={accepted}"
         yield from _problems_of_allocation(f"allocation={system.allocation!r}", ALLOCATIONS[system.allocation], system)
 
 
@@ -218,6 +229,13 @@ def _problems_of_allocation(name: str, allocation: type[Allocation], system: Sys
         yield f"{name} changes capacities, by which eviction={system.eviction!r} goes; accepted: eviction={unsized}"
     if not allocation.keeps and system._predictor and system.ahead != "staging":
         yield f"{name} keeps no experts: what is predicted can go to staging slots only; accepted: ahead=staging"
+
+
+def _goes_by_use(eviction: type[EvictionPolicy]) -> bool:
+    """Whether it needs no predictions, no admission and no future."""
+    told = eviction.predicted, eviction.expected
+    is_told = told != (EvictionPolicy.predicted, EvictionPolicy.expected)
+    return not (is_told or eviction.needs_best or eviction.needs_future or eviction.needs_probabilities)
 
 
 def _names(registry: Registry[type[P]], is_accepted: Callable[[type[P]], bool]) -> str:

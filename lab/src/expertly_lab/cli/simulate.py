@@ -55,6 +55,12 @@ class SimulateOptions:
         panel=ADVANCED,
     )
     hardware: str = option("rtx3090", "the machine: a shipped profile or a TOML file", metavar="NAME")
+    host_memory: str | None = option(
+        None,
+        "RAM behind an accelerator, filled from disk (default: it holds all experts)",
+        metavar="SIZE",
+        panel=ADVANCED,
+    )
     predictor: Path | None = path_option(
         None, "trained weights for systems with a learned predictor, from `expertly lab train`", panel=RESEARCH
     )
@@ -109,6 +115,7 @@ def run(args: SimulateOptions) -> int:
             segments=args.segments,
             seed=args.seed,
             is_queued=arrivals is not None,
+            host_memory=args.host_memory,
             learned=None if predictor is None else predictor.learned,
             chrome=chrome,
             progress=progress,
@@ -185,6 +192,8 @@ def _notes(args: SimulateOptions, study: Study) -> Iterator[str]:
         said = f"profiles learned from {num} requests, {num_test} others are simulated; caches start empty"
         yield f"split {split_text(args.split)} with seed {args.seed}: {said}"
     yield from study.notes()
+    if args.host_memory is not None:
+        yield f"host memory of {args.host_memory} lies between disk and device"
     if args.arrivals is not None:
         yield f"{num_test} requests arrive and queue, one is served at a time"
     if schedule.num_cut:
@@ -258,6 +267,7 @@ _RESULT: dict[str, Column] = {
     "TPOT": ("tpot_s", format_seconds),
     "of floor": ("of_floor", format_ratio),
     "loaded": ("bytes_loaded", format_nbytes),
+    "from disk": ("disk_bytes", format_nbytes),
     "latency p50": ("p50", format_seconds),
     "p99": ("p99", format_seconds),
 }

@@ -1,4 +1,4 @@
-"""The six numbers of the simulator's clock, in a TOML file that ships, that a user or `expertly lab machine` wrote."""
+"""The numbers of the simulator's clock, in a TOML file that ships, that a user or `expertly lab machine` wrote."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class Hardware:
     layer_ns: _Nanoseconds  # of one layer, beside its weights: launches, attention, router, control plane
     head_ns: _Nanoseconds  # of one step, beside what the head's weights take
     miss_ns: _Nanoseconds  # the host's time for each span that is loaded, beside the link's
+    disk: Link | None = None  # into the host memory behind an accelerator, where that does not hold all experts
 
     @classmethod
     def read(cls, name_or_file: str) -> Hardware:
@@ -74,7 +75,7 @@ class Hardware:
             raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def shipped(folder: str) -> dict[str, Path]:

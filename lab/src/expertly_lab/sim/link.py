@@ -95,7 +95,7 @@ class VirtualLink:
         return self._take() if arrivals and arrivals[0][0] <= now else None
 
     def wait(self) -> Span:
-        if not self._arrivals:
+        while not self._arrivals:
             assert self._next_ns != NEVER_NS, "nothing is in flight that could arrive"
             self._begin()
         arrival_ns = self._arrivals[0][0]

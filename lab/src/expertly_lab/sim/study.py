@@ -15,7 +15,8 @@ from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
 from expertly.scheduler.budget import Budget, class_segment_nbytes, default_staging, split_budget
 from expertly.scheduler.counters import PhaseCounters
-from expertly.scheduler.systems import SYSTEMS, System, get_system
+from expertly.scheduler.systems import HOST_EVICTION, SYSTEMS, System, get_system
+from expertly.scheduler.tier import Tier
 from expertly_lab.baselines.systems import BOUNDS
 from expertly_lab.sim.compute import ComputeModel, step_times
 from expertly_lab.sim.future import Int32s, TraceFuture, next_uses
@@ -25,6 +26,7 @@ from expertly_lab.sim.metrics import percentile
 from expertly_lab.sim.processes import as_finished
 from expertly_lab.sim.schedule import Schedule
 from expertly_lab.sim.simulator import Simulator
+from expertly_lab.sim.tiered import TieredLink
 from expertly_lab.sim.training import TrainingPart, popularity
 from expertly_lab.sim.workload import TraceWorkload
 from expertly_lab.trace.reader import Trace
@@ -37,7 +39,7 @@ RATES = (
 FIELDS = (
     *("system", "scope", "memory", "memory_bytes", "segments", *RATES),
     *("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded"),
-    *("prefetched_bytes", "wasted_bytes"),
+    *("prefetched_bytes", "wasted_bytes", "disk_bytes"),
     *("history", "predictor", "allocation", "skipped"),
     *("latency_s", "layers", "requests", "tokens", "hit_rate_by_request"),
     *("decode_iterations", "decode_stall_s", "times_by_request", "phases"),
@@ -118,6 +120,7 @@ class Study:
     seed: int = 0
     is_queued: bool = False
     num_devices: int = 1  # over which experts are spread, each on a link of its own
+    host_memory: str | None = None  # behind the device, filled from disk; None: it holds all experts
     learned: LearnedState | None = None  # of a predictor that was trained before
     taught: LearnedState | None = None  # to evictions, in place of what they find in the training part
     chrome: Timelines | None = None
@@ -184,6 +187,8 @@ class Study:
         for memory in memories:
             for num_segments in cuts:
                 self._budget(memory, num_segments)
+        for (_, num_segments), system in runs.items():
+            self._tier(system, self._cut(num_segments), Known(self._popularity, self.seed))
         asks = [
             (system, memory, num, memory.label if len(cuts) == 1 else f"{memory.label}, P = {num}")
             for memory in memories
@@ -291,6 +296,7 @@ class Study:
                 "bytes_loaded": prefill.loaded_nbytes + decode.loaded_nbytes,
                 "prefetched_bytes": prefill.prefetched_nbytes + decode.prefetched_nbytes,
                 "wasted_bytes": prefill.wasted_nbytes + decode.wasted_nbytes,
+                "disk_bytes": simulator.link.disk_nbytes if isinstance(simulator.link, TieredLink) else None,
                 "stall_share": metrics.stall_share,
                 "ttft_s": metrics.ttft_s(self.is_queued),
                 "tpot_s": metrics.tpot_s,
@@ -346,7 +352,11 @@ class Study:
         name = system.name if system.keeps_everything else f"{system.name}, {label}"
         watcher = None if self.chrome is None else self.chrome.begin_run(name)
         clock, compute = Clock(), ComputeModel(hardware, geometry, self.dense)
-        links = [VirtualLink(clock, hardware, geometry, watcher) for _ in range(self.num_devices)]
+        tier = self._tier(system, geometry, known)
+        if tier is None:
+            links = [VirtualLink(clock, hardware, geometry, watcher) for _ in range(self.num_devices)]
+        else:
+            links = [TieredLink(clock, hardware, geometry, tier, watcher)]
         tell = self.progress
         learning = None if tell is None else partial(tell, f"learning, {system.name}")
         predictor = self._training.predictor(system, geometry, known, learning)
@@ -369,6 +379,22 @@ class Study:
         total = self._workload.num_rows
         simulator.run(iterations, None if tell is None else lambda done: tell(name, done, total))
         return simulator
+
+    def _tier(self, system: System, geometry: Geometry, known: Known) -> Tier | None:
+        """The host memory that does not hold all experts. Raises ConfigError where it cannot be."""
+        if self.host_memory is None:
+            if system.host != HOST_EVICTION:
+                raise ConfigError(f"system={system.name!r}: host={system.host}: of no use without host_memory")
+            return None
+        stated = f"host_memory={self.host_memory!r}"
+        if self.layers is None:
+            raise ConfigError(f"{stated}: the trace does not know its experts' sizes; give a geometry, too")
+        if self.hardware.disk is None:
+            raise ConfigError(f"{stated}: hardware {self.hardware.name!r} has no [disk]; accepted: one that has")
+        nbytes = parse_memory(self.host_memory, geometry.nbytes, "host_memory")
+        if nbytes is None:
+            raise ConfigError(f'{stated}: there is no machine to ask; accepted: a share ("50%") or an amount')
+        return system.tier(geometry, nbytes, known)
 
     def _floor_tpot_s(self, resident: Mapping[str, Any], belady: Mapping[str, Any]) -> float | None:
         """The larger of computing alone and moving the bytes that the best replacement loads, in decode."""
