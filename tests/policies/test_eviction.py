@@ -78,12 +78,13 @@ def test_scored_victims_are_those_of_sorting_whatever_happened_before(seed: int,
             expected = sorted((policy.stated[e], e) for e in kept if e not in protected)
             assert policy.scores([*kept]) == [policy.stated[e] for e in kept]
             depth = dice.choice([0, 1, 2, 3, 5, 9, len(expected) + 1 if dice.random() < 0.1 else 4])
-            asked = policy.scored_victims(protected)
-            for wanted, got in zip(expected[:depth], asked, strict=False):
+            assert policy.cheapest(protected, depth) == expected[:depth]
+            asked = iter(policy.victims(protected))
+            for (_, wanted), got in zip(expected[:depth], asked, strict=False):
                 assert got == wanted
                 if dice.random() < 0.5:  # the cache drops it at once
-                    kept.remove(got[1])
-                    policy.removed(got[1])
+                    kept.remove(got)
+                    policy.removed(got)
             if depth > len(expected):
                 assert next(asked, None) is None
 

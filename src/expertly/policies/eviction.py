@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -128,13 +129,11 @@ class ScoredPolicy(EvictionPolicy):
                 kept[expert] = score
 
     def victims(self, protected: Container[int]) -> Iterator[int]:
-        return (expert for _, expert in self.scored_victims(protected))
+        return (expert for _, expert in list(self._rising) if expert not in protected)
 
-    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
-        """(score, expert) of the kept experts outside `protected`, by rising score, then id. The caller reads them
-        before it calls anything but `removed`, and before it asks again.
-        """
-        return (entry for entry in list(self._rising) if entry[1] not in protected)
+    def cheapest(self, protected: Container[int], most: int) -> list[tuple[float, int]]:
+        """(score, expert) of the kept experts outside `protected`, by rising score, then id: at most so many."""
+        return list(islice((entry for entry in self._rising if entry[1] not in protected), most))
 
 
 class DenseScoredPolicy(ScoredPolicy):
@@ -172,13 +171,24 @@ class DenseScoredPolicy(ScoredPolicy):
         values: list[float] = self.all_scores()[list(experts)].tolist()
         return values
 
-    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
+    def victims(self, protected: Container[int]) -> Iterator[int]:
         scores = self.all_scores() + self._barrier
-        while True:
-            expert = int(scores.argmin())  # of equal ones the lowest id
-            score = float(scores[expert])
-            if score == np.inf:
-                return
-            if expert not in protected:
-                yield score, expert
-            scores[expert] = np.inf
+        while entries := _cheapest(scores, protected, 1):
+            yield entries[0][1]
+
+    def cheapest(self, protected: Container[int], most: int) -> list[tuple[float, int]]:
+        return _cheapest(self.all_scores() + self._barrier, protected, most)
+
+
+def _cheapest(scores: npt.NDArray[np.floating[Any]], protected: Container[int], most: int) -> list[tuple[float, int]]:
+    """The lowest finite scores outside `protected`, rising, of equal ones the lowest id first; sets them infinite."""
+    entries: list[tuple[float, int]] = []
+    while len(entries) < most:
+        expert = int(scores.argmin())
+        score = float(scores[expert])
+        if score == np.inf:
+            break
+        if expert not in protected:
+            entries.append((score, expert))
+        scores[expert] = np.inf
+    return entries

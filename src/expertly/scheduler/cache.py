@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Iterable, Sequence
-from itertools import islice
+from itertools import filterfalse
 from operator import gt
 
 from expertly.core.errors import ConfigError
@@ -378,7 +378,7 @@ class Cache:
         new = dict(zip(needed, self.lacking(layer, needed), strict=True))
         excess = sum(map(len, new.values())) - partition.room
         if excess > 0:
-            victims = list(islice(policy.scored_victims({*needed, *upcoming}), excess))[::-1]
+            victims = policy.cheapest({*needed, *upcoming}, excess)[::-1]
             rivals = sorted(zip(policy.scores(needed), needed, strict=True), reverse=True)
             can_stage = max(0, pool.staging - (pool.num_slots - pool.num_free - pool.num_kept))
             to_go, to_stage = list[Sequence[int]](), list[Sequence[int]]()
@@ -391,7 +391,7 @@ class Cache:
                 kept = self.kept_of(eid)
                 losing = sorted([*new[eid], *kept[max(0, len(kept) - can_stage) :]])[-excess:]
                 excess -= len(losing)
-                new[eid] = [unit for unit in new[eid] if unit not in losing]
+                new[eid] = list(filterfalse(losing.__contains__, new[eid]))
                 to_stage.append(list(filter(losing.__contains__, kept)))
                 can_stage -= len(to_stage[-1])
             self.evict(to_go)
