@@ -105,12 +105,13 @@ def best_of_rows(layer: int, distance: int, scores: Floats, width: int) -> Predi
     best, probabilities = scores[0], scores[0]
     if len(scores) > 1:
         best, probabilities, width = _best_that_are_named(scores, width), scores.max(axis=0), scores.shape[1]
-    order, best = np.argsort(-best, kind="stable")[:width].tolist(), best.tolist()
-    experts = [expert for expert in order if best[expert] > 0]
-    if not experts:
+    order = np.argsort(-best, kind="stable")[:width]
+    named: list[float] = best[order].tolist()
+    while named and named[-1] <= 0:
+        named.pop()
+    if not named:
         return None
-    named = list(map(best.__getitem__, experts))
-    return Prediction(layer, experts, named, distance, probabilities=probabilities.tolist())
+    return Prediction(layer, order[: len(named)].tolist(), named, distance, probabilities=probabilities.tolist())
 
 
 def _best_that_are_named(scores: Floats, width: int) -> Floats:

@@ -163,6 +163,11 @@ class Cache:
     def is_resident(self, eid: int) -> bool:
         return self.num_resident(eid) == self.num_parts
 
+    def count_resident(self, eids: Iterable[int]) -> int:
+        """How many of these experts are wholly resident."""
+        state, num = self.state, self.num_parts
+        return sum([state[eid * num : (eid + 1) * num].count(RESIDENT) == num for eid in eids])
+
     def is_top(self, unit: int) -> bool:
         """Whether its layer keeps the unit, if it keeps the expert."""
         return unit % self.num_parts < self.partitions[self.geometry.layer_of[unit // self.num_parts]].top

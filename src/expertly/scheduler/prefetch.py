@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from expertly.core.geometry import Geometry
@@ -75,13 +75,20 @@ class PrefetchQueue:
             self._heads = {}
             for layer, forecast in self.ahead.items():
                 self._find_head(layer, forecast, self._heads)
-        while self._heads:
+        while len(self._heads) > 1:
             layer = min(self._heads.values())[2]
             forecast = self.ahead[layer]
             assert forecast.queued is not None
             yield layer, self._geometry.first_ids[layer] + forecast.queued.experts[forecast.position], forecast
             forecast.position += 1
             self._find_head(layer, forecast, self._heads)
+        for layer in self._heads:  # one: its experts are in order
+            self._heads = None  # to be made anew, as positions change
+            forecast, first = self.ahead[layer], self._geometry.first_ids[layer]
+            assert forecast.queued is not None
+            while forecast.position < len(forecast.queued.experts):
+                yield layer, first + forecast.queued.experts[forecast.position], forecast
+                forecast.position += 1
 
     def _find_head(self, layer: int, forecast: Forecast, heads: dict[int, tuple[float, int, int]]) -> None:
         queued, position = forecast.queued, forecast.position
@@ -105,10 +112,10 @@ class PrefetchQueue:
         return upcoming
 
     def router_ran(
-        self, router: RouterRan, phase: PhaseCounters, is_resident: Callable[[int], bool]
+        self, router: RouterRan, phase: PhaseCounters, num_resident: Callable[[Iterable[int]], int]
     ) -> Collection[int]:
         """Count how good the predictions for the layer were (ProMoE, section 4), and what was prefetched of it, and
-        empty its queue. `is_resident`: whether an expert is wholly there. Experts that only pad tokens chose do not
+        empty its queue. `num_resident`: how many of some experts are wholly there. Experts that only pad tokens chose do not
         count. Returns the experts that were prefetched.
         """
         layer = self.now = router.layer
@@ -122,13 +129,13 @@ class PrefetchQueue:
             experts = [first + expert for expert in prediction.experts]
             phase.predicted += len(experts)
             phase.predicted_needed += len(needed.intersection(experts))
-            phase.predicted_resident += sum(map(is_resident, experts))
+            phase.predicted_resident += num_resident(experts)
             phase.predicted_of += len(needed)
         for eid, units in forecast.waiting.items():
             phase.prefetched += len(units) > 0
             if units and eid in needed:
                 phase.prefetched_needed += 1
-                phase.prefetched_in_time += is_resident(eid)
+                phase.prefetched_in_time += num_resident((eid,))
             elif units:
                 phase.wasted_nbytes += len(units) * self._geometry.unit_nbytes[layer]
         return forecast.waiting

@@ -405,7 +405,7 @@ class Scheduler:
             self._count_prefetch(layer, cache.prefetching[units[0]], -len(units))
             cache.release(units)
         phase = cache.counters[layer].phase(cache.is_decoding)
-        for eid in queue.router_ran(router, phase, cache.is_resident):
+        for eid in queue.router_ran(router, phase, cache.count_resident):
             if eid not in self.needed:  # units still in flight are freed as they arrive
                 cache.free_staged(cache.in_state(eid, RESIDENT))
 
