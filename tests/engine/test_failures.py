@@ -168,7 +168,7 @@ def test_a_byte_that_flipped_beside_the_experts_is_found_at_loading(name: str, c
         ("model.embed_tokens.weight", "the dense part before the experts of MoE layer 0"),
         ("model.layers.1.self_attn.o_proj.weight", "the dense part before the experts of MoE layer 1"),
         ("model.layers.2.mlp.experts", "the experts of MoE layer 2"),
-        ("model.norm.weight", "the dense part behind the last MoE layer"),
+        ("model.norm.weight", "the dense part after the last MoE layer"),
         ("lm_head.weight", "the model's head"),
     ],
 )

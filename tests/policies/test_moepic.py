@@ -137,7 +137,7 @@ def test_new_quotas_load_the_best_of_a_layer_that_grows() -> None:
     quotas[1] -= 2 * top
     quotas[0] += 2 * top
     control.cache.resize(quotas, [top] * 3)
-    control.keep_best()
+    control.fill_quotas()
     assert control.prefetch() == [], "not before it has the room"
     control.cache.rearrange(set())
     for expert in lacking:

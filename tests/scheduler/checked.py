@@ -226,4 +226,4 @@ class CheckedScheduler(Scheduler):
 
 def waiting(control: Scheduler) -> set[int]:
     """Experts that were prefetched for layers that have not run."""
-    return {eid for forecast in control.queue.ahead.values() for eid in forecast.waiting}
+    return {eid for forecast in control.queue.forecasts.values() for eid in forecast.prefetched}

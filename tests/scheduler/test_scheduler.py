@@ -161,7 +161,7 @@ def test_what_ran_before_anybody_was_asked_counts_as_if_it_had_asked(system: str
             run_layer(asked, layer, chosen, decode=decode)
             first = shape.first_ids[layer]
             is_there = decode and None not in [ran.cache.whole[first + expert] for expert in chosen]
-            if is_there and ran.ran([(layer, chosen, 0)]):
+            if is_there and ran.count_ran([(layer, chosen, 0)]):
                 num_ran += 1
             else:
                 run_layer(ran, layer, chosen, decode=decode)

@@ -152,7 +152,7 @@ def test_nan_is_told_with_its_layer_and_the_server_goes_on(family: str, tmp_path
         expected = serving.complete("ask", 6, model=family).choices[0].text
         weight.fill_(torch.nan)
         for is_stream in (False, True):
-            with pytest.raises(openai.APIError, match="the dense part behind the last MoE layer gave NaN: ") as raised:
+            with pytest.raises(openai.APIError, match="the dense part after the last MoE layer gave NaN: ") as raised:
                 list(serving.complete("ask", 6, model=family, stream=is_stream))
             assert is_stream or raised.value.status_code == 500
         weight.copy_(before)

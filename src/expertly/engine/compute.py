@@ -32,31 +32,31 @@ _FIRST = (0,)
 _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 
 EARLY_TOKENS = 4
-"""Most tokens of a layer that begins before the host knows its experts: each choice reads its expert's weights, from
-the device's cache where several tokens made it.
+"""Most tokens of a layer that begins before the host knows its experts: its kernels read an expert's weights once for
+each choice of it.
 """
 
 _CHUNK_NBYTES, _SUMS_NBYTES = 256 << 10, 16 << 20
-"""Of the compiled products: weights in a chunk of an expert (EXPERTS_CHUNK_NBYTES of products.c), and about the most
-that the sums of a call take, H of float32 for each chunk and row.
+"""Of the compiled products: bytes of weights in a chunk of an expert (EXPERTS_CHUNK_NBYTES of products.c), and about
+the most bytes of a call's sums: H float32 for each chunk and row.
 """
 
 _PART_NBYTES = 2 << 20
-"""Of weights that are decoded for a prompt at a time on a CPU, with what is computed from them; a block at least."""
+"""Bytes of weights decoded at a time for a prompt on a CPU, results included; at least one block."""
 
-_WIDE = 4
+_VALUES_OF_NEURON = 4
 """Values that exist at a time for a neuron and a token: gate, up, what is activated, and the product."""
 
 
 def expert_nbytes_at_once(layer: LayerGeometry) -> int:
-    """What torch takes on a CPU, beside its slot, for an expert of a prompt."""
+    """Bytes that torch needs on a CPU for an expert of a prompt, beside its slot."""
     row_nbytes = layer.intermediate_size * layer.itemsize
     if not layer.format:
         wide = nbytes_at_once(layer.itemsize, layer.hidden_size, layer.intermediate_size)
-        return MAX_ROWS * _WIDE * row_nbytes + wide
+        return MAX_ROWS * _VALUES_OF_NEURON * row_nbytes + wide
     gathered = (layer.hidden_size + MAX_ROWS) * row_nbytes
-    num_values = layer.num_matrices * layer.hidden_size + _WIDE * MAX_ROWS  # of a neuron
-    native = MANY_TOKENS * (layer.intermediate_size + layer.hidden_size) * 33 // 8  # a unit has 132 bytes for 32
+    num_values = layer.num_matrices * layer.hidden_size + _VALUES_OF_NEURON * MAX_ROWS  # of a neuron
+    native = MANY_TOKENS * (layer.intermediate_size + layer.hidden_size) * 33 // 8  # products.h: 132 bytes for 32
     return max(_PART_NBYTES, layer.block_size * num_values * layer.itemsize, native) + gathered
 
 
@@ -67,10 +67,10 @@ class Dispatch:
     router: RouterRan
     top_k: int
     num_rows: int  # of the outputs
-    covers_all_rows: bool  # False where a choice is no expert: its row is zero
+    covers_all_rows: bool  # False where ids choose no expert: their rows are zero
     rows: dict[int, torch.Tensor] | None  # expert -> rows [n], in the host's memory; None for a single token
     positions: dict[int, int] | None  # expert -> row, for a single token
-    places: dict[int, slice] | None = None  # expert -> where its rows are in the outputs; None: at their numbers
+    places: dict[int, slice] | None = None  # expert -> where its rows are in the outputs; None: at their row numbers
 
 
 @dataclass(slots=True)
@@ -78,12 +78,12 @@ class Early:
     """A layer's call that began before the host knew which experts are chosen."""
 
     outputs: torch.Tensor
-    slots: SlotCall
+    call: SlotCall
     spans: list[Span | None]
-    """Of each expert: where kernels that are queued use it, if a token chose it; None: they do not."""
+    """By expert: the span that the queued kernels use if a token chose the expert; None: they skip it."""
     choice: tuple[torch.Tensor, Any] | None
-    """The chosen ids [T, K], which are in host memory once this mark is reached; None: every expert was there, and the
-    host can wait for them as long as it likes.
+    """Chosen ids [T, K], in host memory once the mark is reached. None: all experts are resident, and the ids are read
+    later.
     """
 
 
@@ -96,8 +96,8 @@ class Part:
 
 
 def part_of(work: Dispatch, router: RouterRan, held: Sequence[int], device: torch.device) -> Part:
-    """The part of a layer that `router` names; its expert e is `held[e]` in `work`. `device`: where the outputs are
-    gathered.
+    """The part of a layer that `router` names; expert e of `router` is expert `held[e]` of `work`. `device`: where the
+    outputs are gathered.
     """
     experts = router.experts
     if work.positions is not None:
@@ -129,7 +129,7 @@ class LayerCompute:
         experts: Sequence[int] | None,
         kernels: Kernels,
     ) -> None:
-        """`rows`: the layer's slots [S * r1, M, H], r1 neurons a segment; in a format blocks of bytes
+        """`rows`: the layer's S slots [S * r1, M, H] of r1 neurons; in a format blocks of G neurons
         [S * r1 / G, nbytes]. `experts`: the module's experts that these slots may hold, by their numbers there; None:
         all.
         """
@@ -142,11 +142,13 @@ class LayerCompute:
         self._activate = _activation(module, is_gated, dtype)
         norm: Any = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
         self.norm: nn.Module | None = None if norm is None else norm.to(rows.device)
-        """Of each expert's output, [n, H]; or None."""
+        """The module's norm of an expert's output [n, H], or None."""
         self._in_bias, self.down_bias = _biases(module, is_gated, experts, rows.device)
         self._format = form = expert_format(geometry.format) if geometry.format else None
-        self.slots = kernels.slots(geometry, dtype, num_segments, rows, self._activate, self._in_bias, self.down_bias)
-        """An accelerator's kernels: whole experts and segments in one call; or None."""
+        self.slot_kernels = kernels.slots(
+            geometry, dtype, num_segments, rows, self._activate, self._in_bias, self.down_bias
+        )
+        """An accelerator's kernels over slots, for whole experts and segments in one call; or None."""
         self.products: ExpertProducts | None = None
         """The compiled products; None: they do not know the dtype, or the activation."""
         biases = self._in_bias if self.down_bias is None else (*self._in_bias, self.down_bias)
@@ -160,21 +162,21 @@ class LayerCompute:
             shape = geometry.num_matrices - 1, geometry.hidden_size
             self.products = ExpertProducts(formats, shape, *nbytes, activation, self._in_bias, self.down_bias)
         self.max_tokens = 0 if self.products is None else max_tokens
-        """Of an expert, for the compiled products."""
+        """Most tokens of one expert that the compiled products take."""
         sums_nbytes = -(-geometry.expert_nbytes // _CHUNK_NBYTES) * geometry.hidden_size * 4
         self.most_rows = max(TASK_TOKENS, _SUMS_NBYTES // sums_nbytes)
-        """Of all experts together, in one call of the compiled products."""
+        """Most rows of all experts in one call of the compiled products."""
 
     def begin_early(
         self, hidden: torch.Tensor, ids: torch.Tensor, spans: list[Span | None], choice: tuple[torch.Tensor, Any] | None
     ) -> Early:
-        """Queue what computes those of the chosen experts `ids` [T, K] that have one of `spans`, which are by expert.
-        Only where there are `slots`, and of at most EARLY_TOKENS.
+        """Queue kernels for those chosen experts `ids` [T, K] that have a span; `spans` is by expert. Needs slot
+        kernels, and at most EARLY_TOKENS tokens.
         """
         hidden = hidden if hidden.dtype == self.dtype else hidden.to(self.dtype)
         outputs = hidden.new_empty(ids.numel(), hidden.shape[1])
-        call = None if self.slots is None else self.slots.begin(hidden, outputs)
-        assert call is not None, "few tokens are theirs"
+        call = None if self.slot_kernels is None else self.slot_kernels.begin(hidden, outputs)
+        assert call is not None, "slot kernels take few tokens"
         call.find(ids, spans)
         return Early(outputs, call, spans, choice)
 
@@ -193,9 +195,9 @@ class LayerCompute:
             or not all(tensor.is_contiguous() for tensor in tensors)
         ):
             return None
-        slots = table, num_experts, *self.memory[:2]
+        places = table, num_experts, *self.memory[:2]
         dtype = self.kernels.dtypes[weights.dtype]
-        return ChosenExperts(self.products, self.geometry.intermediate_size, slots, tensors, dtype)
+        return ChosenExperts(self.products, self.geometry.intermediate_size, places, tensors, dtype)
 
     # -- torch's -----------------------------------------------------------------------------------------------
 
@@ -214,7 +216,7 @@ class LayerCompute:
         slot, num_neurons = span.slot * of_slot, span.num_segments * of_slot
         step = num_neurons
         if self._format is not None and self._rows.is_cpu:
-            num_values = geometry.num_matrices * geometry.hidden_size + _WIDE * x.shape[0]  # of a neuron
+            num_values = geometry.num_matrices * geometry.hidden_size + _VALUES_OF_NEURON * x.shape[0]  # of a neuron
             num_blocks = _PART_NBYTES // (num_values * self.dtype.itemsize * geometry.block_size)
             step = min(num_neurons, max(1, num_blocks) * geometry.block_size)
         for begin in range(0, num_neurons, step):
@@ -246,28 +248,28 @@ class LayerCall:
     """One call of a layer: its outputs [rows, H], filled span by span. `hidden` [T, H] is on the layer's device."""
 
     def __init__(self, compute: LayerCompute, work: Dispatch, hidden: torch.Tensor, early: Early | None = None) -> None:
-        """`early`: the call that this one goes on with."""
+        """`early`: the call that this one completes."""
         self._compute = compute
         self.work = work
         self.hidden = hidden if hidden.dtype == compute.dtype else hidden.to(compute.dtype)
         self._partial: dict[int, _PartialExpert] = {}
-        self._there: dict[int, torch.Tensor] = {}  # the rows of experts, on an accelerator
-        self._slots: SlotCall | None = None
+        self._rows_on_device: dict[int, torch.Tensor] = {}  # of experts, for an accelerator
+        self._slot_call: SlotCall | None = None
         if early is not None:
-            self.outputs, self._slots = early.outputs, early.slots
+            self.outputs, self._slot_call = early.outputs, early.call
         else:
             self.outputs = self.hidden.new_empty(work.num_rows, hidden.shape[1])
             if not work.covers_all_rows:
                 self.outputs.zero_()
-            if compute.slots is not None:
-                self._slots = compute.slots.begin(self.hidden, self.outputs)
-        self.takes_several = self._slots is not None or hidden.shape[0] <= min(compute.max_tokens, TASK_TOKENS)
-        """Whether experts are computed in one call with what arrives meanwhile: those of few tokens, by the kernels."""
+            if compute.slot_kernels is not None:
+                self._slot_call = compute.slot_kernels.begin(self.hidden, self.outputs)
+        self.takes_several = self._slot_call is not None or hidden.shape[0] <= min(compute.max_tokens, TASK_TOKENS)
+        """Whether one call may take several experts, with what arrives meanwhile: few tokens, by kernels."""
 
     def compute(self, spans: Sequence[Span]) -> None:
-        """Use the bytes of spans: afterwards their slots may be used again. Who computes a span is decided here."""
-        if self._slots is not None:
-            self._slots.add([(span, *self._rows(span.expert)) for span in spans])
+        """Compute spans: afterwards their slots may be overwritten. Which code computes a span is decided here."""
+        if self._slot_call is not None:
+            self._slot_call.add([(span, *self._rows(span.expert)) for span in spans])
             return
         compute, positions = self._compute, self.work.positions
         experts, products, memory = compute.kernels.experts, compute.products, compute.memory
@@ -312,11 +314,11 @@ class LayerCall:
         assert work.rows is not None
         rows = work.rows[expert]
         if not self.hidden.is_cpu:
-            if not self._there:
+            if not self._rows_on_device:
                 every = torch.cat(list(work.rows.values())).to(self.hidden.device, non_blocking=True)
                 lengths = [len(some) for some in work.rows.values()]
-                self._there = dict(zip(work.rows, every.split(lengths), strict=True))
-            rows = self._there[expert]
+                self._rows_on_device = dict(zip(work.rows, every.split(lengths), strict=True))
+            rows = self._rows_on_device[expert]
         return self.hidden[rows // work.top_k], rows if work.places is None else work.places[expert]
 
     def _compute_part(self, span: Span, of_x: Sequence[int]) -> None:

@@ -255,7 +255,7 @@ class Prefetching:
     def __init__(self, executor: Executor, predictor: Predictor, collector: Collector) -> None:
         self.predictor = predictor
         self.routed, self.left_out = collector.routed, collector.left_out
-        self._collector, self._prefetcher = collector, executor.shard.predict(predictor)
+        self._collector, self._prefetcher = collector, executor.shard.use_predictor(predictor)
         collector.attach()
 
     @property

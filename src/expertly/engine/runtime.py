@@ -37,7 +37,7 @@ _KEPT_NBYTES = 64 << 10
 
 
 _Ran = tuple[int, torch.Tensor, torch.Tensor]
-"""See `_traced`."""
+"""A layer, and its inputs and outputs as `_traced` keeps them."""
 
 
 class Observer(Protocol):
@@ -66,16 +66,16 @@ class Engine:
     """The `model.hooks.Runtime` of one model. One forward pass at a time."""
 
     def __init__(self, executor: Executor, damage: Callable[[int | None], str | None] = lambda layer: None) -> None:
-        """`damage`: a sentence on what is wrong with the store's experts of a layer, or (None) with its dense part, if
-        something is: NaN may come from there.
+        """`damage(layer)`: what is wrong in the store with a layer's experts (of None: with the dense part), or None
+        where nothing is. NaN may come from it.
         """
         self.executor = executor
         self.shard = executor.shard
-        """This machine's part of it."""
+        """This machine's part of the executor."""
         self.observer: Observer | None = None
         self.prefetching: Prefetching | None = None
         self.is_unwanted: Callable[[], bool] = lambda: False
-        """Asked before the experts of a layer, outside programs. If true, the pass raises RuntimeError."""
+        """Asked before the experts of a layer, unless a program runs them. If true, the pass raises RuntimeError."""
         self.num_passes = dict.fromkeys(Phase, 0)
         self.num_tokens = dict.fromkeys(Phase, 0)
         self._damage = damage
@@ -129,7 +129,7 @@ class Engine:
     def check_output(self, hidden_states: torch.Tensor) -> None:
         """Raises NanError naming the layer that made the first NaN, where a row that is not padding has one."""
         self._unseen.bring()
-        if not self._has_nan(hidden_states):
+        if not self._may_have_nan(hidden_states):
             return
         is_nan = hidden_states.isnan().any(dim=-1).reshape(-1).cpu()
         is_pad = None if self._info is None else self._info.is_pad
@@ -141,10 +141,10 @@ class Engine:
 
     def check_logits(self, logits: torch.Tensor) -> None:
         """Raises NanError where every row has NaN, as with NaN in the head's weights; one row may be padding."""
-        if self._has_nan(logits[..., -1, :]) and bool(logits.isnan().any(dim=-1).all()):
+        if self._may_have_nan(logits[..., -1, :]) and bool(logits.isnan().any(dim=-1).all()):
             raise NanError(f"the model's head gave NaN: {self._damage(None) or NAN_REASONS}")
 
-    def _has_nan(self, values: torch.Tensor) -> bool:
+    def _may_have_nan(self, values: torch.Tensor) -> bool:
         """False where there is none; True also where infinities cancel out. The host waits for the device once."""
         return math.isnan(self.shard.to_host(values.sum()))
 
@@ -197,10 +197,10 @@ class Engine:
                 early = shard.begin_early(layer, hidden_states, top_k_index, is_seen=not self.may_run())
             if early is None:
                 ids = shard.to_host(top_k_index)
-            elif early.choice is not None:
+            elif early.choice is not None:  # resident experts are queued; the scheduler decides about the rest
                 ids, mark = early.choice
                 cast("CudaDevice", shard.device).streams.wait_for(mark)
-            else:
+            else:  # all experts are queued
                 result = shard.kernels.combine(early.outputs, top_k_weights, hidden_states.dtype)
                 self._trail.append(_traced(layer, hidden_states, result))
                 self._unseen.layers.append((layer, top_k_index, begin, shard.stamp()))
@@ -281,8 +281,8 @@ class Engine:
 
 
 class _Unseen:
-    """Choices of layers that ran without the scheduler, as all their experts are resident. They are copied to the host
-    together, when the pass waits for the device in any case.
+    """Choices of layers that ran without the scheduler, because all their experts were resident. They are copied to the
+    host together, when the pass waits for the device anyway.
     """
 
     def __init__(self, device: Device) -> None:
@@ -291,7 +291,7 @@ class _Unseen:
         self._copy: tuple[torch.Tensor, Any] | None = None
 
     def bring(self) -> None:
-        """Queue one copy for all: it is there when the host waits for something that is queued later."""
+        """Queue one copy for all: it is complete once the host has waited for anything queued after it."""
         if self.layers and self._copy is None and self._device.queues_uses:
             every = torch.cat([ids.reshape(-1) for _, ids, *_ in self.layers])
             self._copy = cast("CudaDevice", self._device).streams.to_host_later(every)
@@ -325,7 +325,7 @@ def _first_nan(trail: Sequence[_Ran], rows: torch.Tensor) -> tuple[str, int | No
             return f"the dense part before the experts of MoE layer {layer} gave NaN", None
         if _has_nan(result, rows):
             return f"the experts of MoE layer {layer} gave NaN", layer
-    return "the dense part behind the last MoE layer gave NaN", None
+    return "the dense part after the last MoE layer gave NaN", None
 
 
 def _has_nan(values: torch.Tensor, rows: torch.Tensor) -> bool:
@@ -371,7 +371,7 @@ class DeferredInterrupts:
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}  # kept: an interrupt at the end of a context leaves `_note` in place
-        self._waiting: list[int] | None = None  # outside a context
+        self._waiting: list[int] | None = None  # signals that came within the context; None outside one
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():

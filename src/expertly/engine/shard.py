@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from expertly.engine.cuda import CudaDevice
 
 Choice = tuple[int, torch.Tensor, Any, Any]
-"""A layer, the ids [T, K] that it chose, and stamps before and behind it."""
+"""A layer, the ids [T, K] that it chose, and stamps before and after it."""
 
 Waits = list[tuple[Any, Any]]
 """Pairs of stamps, before and after each time that a layer waited for a transfer."""
@@ -74,7 +74,7 @@ class Shard:
     """
 
     def __init__(self, name: str, scheduler: Scheduler, device: Device) -> None:
-        """Raises ConfigError as `choose_kernels`."""
+        """Raises ConfigError as `choose_kernels` does."""
         self.name = name
         self.kernels = choose_kernels(runs_on_host=kind_of(device.torch_device).runs_on_host)
         self.scheduler = scheduler
@@ -84,12 +84,12 @@ class Shard:
         self.geometry: Geometry = scheduler.geometry
         self.prefetcher: Prefetcher | None = None
         self.times = StepTimes(scheduler) if scheduler.allocation.is_configured else None
-        self._begun: Any = None  # stamp of the pass, where that is timed
-        self.remotes: Sequence[Any] = ()  # without a Cluster there are no others
+        self._pass_stamp: Any = None  # when the pass began, if passes are timed
+        self.remotes: Sequence[Any] = ()  # only a Cluster has any
         self._layers: list[LayerCompute] = []
         self.begins_early = device.queues_uses and self.times is None
         """Whether layers may begin before the host knows which experts are chosen: the device is a CudaDevice."""
-        self._has_all = False
+        self._stays_full = False  # all experts are resident, and none is ever evicted
 
     @property
     def shard(self) -> Shard:
@@ -106,10 +106,10 @@ class Shard:
             for layer, (module, shape, numbers) in enumerate(zip(modules, self.geometry.layers, held, strict=True))
         ]
 
-    def predict(self, predictor: Predictor) -> Prefetcher:
+    def use_predictor(self, predictor: Predictor) -> Prefetcher:
         """From now on prefetch what this predictor says. It learns of passes from the Prefetcher that is returned."""
         device = self.device.torch_device
-        beside = kind_of(device).beside(device)  # what is observed is complete: wait for nothing queued since
+        beside = kind_of(device).beside(device)  # observations are complete: what is queued since need not end
         self.prefetcher = Prefetcher(self.scheduler, self.device, predictor, beside)
         return self.prefetcher
 
@@ -126,27 +126,27 @@ class Shard:
         graph is captured).
         """
         self.device.begin()
-        if self.begins_early and not self._has_all:  # a device with all experts evicts none
-            self._has_all = not self.scheduler.allocation.is_online and None not in self.scheduler.cache.whole
+        if self.begins_early and not self._stays_full:  # a device with all experts evicts none
+            self._stays_full = not self.scheduler.allocation.is_online and None not in self.scheduler.cache.whole
         if self.times is not None:
-            self._begun = self.device.stamp()
+            self._pass_stamp = self.device.stamp()
             if self.scheduler.allocation.is_due and self.times.is_known:
                 self.scheduler.configure(self.times.timing())
 
     def begin_early(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, *, is_seen: bool) -> Early | None:
         """Queue the kernels of those chosen experts `ids` [T, K] that are resident, on hidden states [T, H], before the
         host knows the choice; `run_layer` does the rest. None where this layer does not begin early. If all experts
-        stay resident and nobody looks at the choice (not `is_seen`), nothing is left but to `count`.
+        stay resident and nobody reads the choice (not `is_seen`), only `count` is left.
         """
         compute = self._layers[layer]
-        if compute.slots is None or compute.norm is not None or len(hidden) > EARLY_TOKENS:
+        if compute.slot_kernels is None or compute.norm is not None or len(hidden) > EARLY_TOKENS:
             return None
         first = self.geometry.first_ids[layer]
         spans = self.scheduler.cache.whole[first : first + self.geometry.layers[layer].num_experts]
         if not any(spans):
             return None
         choice = None
-        if is_seen or not self._has_all:  # queued before the kernels, the copy does not wait for them
+        if is_seen or not self._stays_full:  # queued before the kernels, the copy does not wait for them
             choice = cast("CudaDevice", self.device).streams.to_host_later(ids)
         return compute.begin_early(hidden, ids, spans, choice)
 
@@ -157,9 +157,9 @@ class Shard:
         scheduler = self.scheduler
         if self.device.queues_uses or self.times is not None or scheduler.allocation.is_online:
             return None
-        first, slots = self.geometry.first_ids[layer], scheduler.cache.first_slot
-        table = slots.buffer_info()[0] + first * slots.itemsize
-        return self._layers[layer].chosen(table, self.geometry.layers[layer].num_experts, tensors)
+        first, table = self.geometry.first_ids[layer], scheduler.cache.first_slot
+        address = table.buffer_info()[0] + first * table.itemsize
+        return self._layers[layer].chosen(address, self.geometry.layers[layer].num_experts, tensors)
 
     def count_token(self, choices: list[Choice]) -> list[Choice]:
         """Count a decoded token's choices that layers computed without the scheduler. Returns the choices that are left
@@ -167,7 +167,7 @@ class Shard:
         """
         if self.device.queues_uses:
             return choices
-        ran = self.scheduler.ran([(layer, *ids.tolist(), end - begin) for layer, ids, begin, end in choices])
+        ran = self.scheduler.count_ran([(layer, *ids.tolist(), end - begin) for layer, ids, begin, end in choices])
         return choices[ran:]
 
     def count(self, router: RouterRan) -> None:
@@ -188,7 +188,7 @@ class Shard:
     ) -> tuple[torch.Tensor, Waits]:
         """Run a layer's experts on hidden states [T, H], which are on this device. Returns outputs [T * K, H] by row
         (of a share of the layer, in the order of `work`) and the waits for transfers. `routed` is the observation of
-        the router; None: the predictor sees nothing. `early`: how the layer began.
+        the router; None: the predictor sees nothing. `early`: what `begin_early` returned.
 
         Raises TransferError or OSError when bytes could not be brought; call `abandon` then.
         """
@@ -205,7 +205,7 @@ class Shard:
     def _without(
         self, early: Early, experts: Sequence[int], compute: Callable[[Sequence[Span]], None]
     ) -> Callable[[Sequence[Span]], None]:
-        """`compute` without the experts that `begin_early` queued, whose slots have not changed since."""
+        """`compute` for experts that `begin_early` has not queued; the slots of the others are unchanged since."""
         done = {span for expert in experts if (span := early.spans[expert]) is not None}
         self._count_early(len(done))
         if done:
@@ -222,7 +222,7 @@ class Shard:
         """The pass has ended: count the times that the device has reached by now."""
         if self.times is not None:
             passed = partial(self.times.passed, self.scheduler.cache.is_decoding)
-            self.moments.note(self._begun, self.device.stamp(), [], passed)
+            self.moments.note(self._pass_stamp, self.device.stamp(), [], passed)
         self.moments.settle()
 
     def note_times(self, router: RouterRan, begin: Any, end: Any, waits: Waits) -> None:
@@ -259,7 +259,7 @@ def add_times(counters: PhaseCounters, begin_ns: int, end_ns: int, waited_ns: in
 
 
 def _using(device: Device, compute: Callable[[Sequence[Span]], None]) -> Callable[[Sequence[Span]], None]:
-    """`compute`, which then tells the device that the spans are used."""
+    """`compute`, then tell the device that the spans were used."""
 
     def use(spans: Sequence[Span]) -> None:
         compute(spans)

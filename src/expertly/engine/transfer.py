@@ -28,10 +28,10 @@ from expertly.core.untrusted import open_file
 from expertly.store.packed import LayerFile
 
 _WAIT_NS = 100_000_000
-"""So long a call of the library may last: signals are handled between calls."""
+"""The longest that a call of the library lasts: Python handles signals between calls."""
 _DAMAGED, _TRUNCATED, _CHANGED = -1, -2, -3
 _RESULT = struct.Struct("5q2Q16x")  # as `result_t` of readers.c
-_VERSION = 2  # of its structures
+_VERSION = 2  # of the structures of readers.c
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -46,15 +46,15 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @cache
 def library() -> SimpleNamespace:
-    """Raises ConfigError where it is not there."""
+    """The compiled library. Raises ConfigError where it is missing."""
     return compiled("native/_readers", _VERSION, _FUNCTIONS)
 
 
 class Readers:
     """Submit spans, then take them back as they arrive, in any order. Called by one thread.
 
-    A prefetch begins only while no load is queued or being read. One prefetched span is in flight at a time, or as many
-    small ones as there are readers, so that a load waits for no more than that (fMoE, section 4.5).
+    A prefetch begins only while no load is queued or being read. One prefetched span is in flight at a time, or, of
+    spans of at most a MiB, as many as there are readers: a load waits for no more than that (fMoE, section 4.5).
     """
 
     def __init__(
@@ -71,26 +71,26 @@ class Readers:
         """
         self._call, self._segment_nbytes = library(), geometry.unit_nbytes
         self._files = [layer_file(layer) for layer in range(geometry.num_layers)]
-        self._tag = 0  # the last
+        self._last_tag = 0
         self._spans: dict[int, Span] = {}  # in flight, by tag
         self.waits: list[tuple[int, int]] = []  # begin and end of each call of `wait`, emptied by whoever reads it
         self._teller: threading.Thread | None = None
         self._process = os.getpid()  # a forked child has none of the threads, of which one may hold the lock
         self._result = bytearray(_RESULT.size)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._result))
-        layers, self._kept, self._totals = array("q"), list[Any](), array("q", (0, 0))
+        layers, self._alive, self._totals = array("q"), list[Any](), array("q", (0, 0))
         with contextlib.ExitStack() as opened:
             for file, shape in zip(self._files, geometry.layers, strict=True):
-                twice = [opened.enter_context(open_file(file.path, StoreError)) for _ in range(2)]
+                twice = [opened.enter_context(open_file(file.path, StoreError)) for _ in range(2)]  # one: O_DIRECT
                 sums = np.array(file.sums or (), np.uint64)  # [experts, blocks]
                 left = np.zeros(sums.shape, np.uint8)
                 block_nbytes = shape.expert_nbytes // sums.shape[1] if sums.size else 0
                 layers.extend((*(each.fileno() for each in twice), file.begin, shape.expert_nbytes, block_nbytes))
                 layers.extend((min(file.check_every, 256), sums.ctypes.data, left.ctypes.data, *4 * (0,)))
-                self._kept += [sums, left]
+                self._alive += [sums, left]
             memories = map(memory_of, range(geometry.num_layers))
             self._slots = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
-            self._kept.append(layers)
+            self._alive.append(layers)
             addresses = layers.buffer_info()[0], geometry.num_layers, self._totals.buffer_info()[0]
             self._team = self._call.readers_open(num_readers, *addresses, None)
             if not self._team:
@@ -114,11 +114,11 @@ class Readers:
         """Start reading."""
         requests = []  # as `request_t`
         for span in spans:
-            self._tag += 1
+            self._last_tag += 1
             place, nbytes = self._files[span.layer].places[span.expert], self._segment_nbytes[span.layer]
             first, address = span.segment * nbytes, self._slots[span.layer] + span.slot * nbytes
-            requests.append((self._tag, span.layer, place, first, span.num_segments * nbytes, address))
-            self._spans[self._tag] = span
+            requests.append((self._last_tag, span.layer, place, first, span.num_segments * nbytes, address))
+            self._spans[self._last_tag] = span
         numbers = array("q", chain.from_iterable(requests))
         if self._call.readers_submit(self._team, numbers.buffer_info()[0], len(requests), is_prefetch):
             raise MemoryError("no memory for reads")
@@ -134,13 +134,13 @@ class Readers:
         return [self._spans.pop(tag) for tag in tags[:num]]
 
     def poll(self, timeout_ns: int = 0) -> Span | None:
-        """A span that has arrived within that time, or None. Raises TransferError naming what its read met."""
+        """A span that has arrived within that time, or None. Raises TransferError naming what went wrong."""
         if not self._spans or not self._call.readers_take(self._team, timeout_ns, self._address):
             return None
-        tag, error, *more = _RESULT.unpack(self._result)
+        tag, error, *details = _RESULT.unpack(self._result)
         span = self._spans.pop(tag)
         if error:
-            raise TransferError(self._explained(span, error, *more))
+            raise TransferError(self._explained(span, error, *details))
         return span
 
     def wait(self) -> Span:
@@ -158,7 +158,7 @@ class Readers:
         self._spans.clear()
 
     def stats(self) -> dict[str, int]:
-        """Bytes asked of the disk, without what was cancelled before it began, and of these through the page cache."""
+        """Bytes asked of the disk, without cancelled reads, and how many of them went through the page cache."""
         return dict(zip(("disk_nbytes", "buffered_nbytes"), self._totals, strict=True))
 
     def close(self) -> None:
@@ -180,8 +180,8 @@ class Readers:
             seen = num
             arrived()
 
-    def _explained(self, span: Span, error: int, *met: int) -> str:
-        offset, nbytes, is_changed, checksum, expected = met
+    def _explained(self, span: Span, error: int, *details: int) -> str:
+        offset, nbytes, is_changed, checksum, expected = details  # _CHANGED: the file's size now, and before
         file, segment_nbytes = self._files[span.layer], self._segment_nbytes[span.layer]
         if error == _CHANGED and offset == nbytes:
             problem = "it has no checksums, or they are not compared: load the model again"

@@ -1,8 +1,8 @@
-"""All decoder layers of a stack as one program, for a token or a few: one native call until a decision is due.
+"""All decoder layers of a stack as one program, for a token or a few: one native call until there is a decision.
 
-The stack's own forward calls each layer, which only notes what it is called with; the last one runs all of them. So no
-family is named here. It is done where the forward's code looks up nothing but what is on a closed list, and was seen to
-pass on what each layer gave.
+The stack's forward calls a stand-in for each layer. A stand-in notes its arguments; the last one runs all layers, so no
+model family is named here. This is done where the forward looks up only names of a closed list, and was seen to pass on
+each layer's output.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NAMES = {"config", "num_hidden_layers", "layer_types", "sliding_window", "embed
 _NAMES |= {"embed_tokens", "rotary_emb", "layers", "norm", "enumerate", "isinstance", "dict", "set", "ValueError"}
 _NAMES |= {"DynamicCache", "get_seq_length", "torch", "arange", "shape", "device", "unsqueeze"}
 _NAMES |= {"create_causal_mask", "create_sliding_window_causal_mask", "MoeModelOutputWithPast"}
-"""What the forward of a stack may look up, which does nothing with what layers give but pass it on."""
+"""Names that the forward of a stack may look up if it only passes on what layers give."""
 
 
 def use_stacks(model: PreTrainedModel) -> None:
-    """In those stacks of a loaded model whose layers all have programs."""
+    """Run those stacks of a loaded model as one program whose layers all have programs."""
     for stack in model.modules():
         layers = getattr(stack, "layers", None)
         if (
@@ -46,6 +46,7 @@ def use_stacks(model: PreTrainedModel) -> None:
 
 
 def _iterate(self: Any) -> Iterator[Any]:
+    """Stand-ins for the stack's own forward, known by its code object; the layers for everybody else."""
     stack: Stack = self._expertly_stack
     layers = self._modules.values()
     return stack.stand_ins(list(layers)) if sys._getframe(1).f_code is stack.code else iter(layers)
@@ -60,29 +61,29 @@ def _get(self: Any, index: Any) -> Any:
 
 
 class Stack:
-    """Runs the layers of one stack. They are passed to it, so that they are freed with their model."""
+    """Runs the layers of one stack. Callers pass the layers in, so that they are freed with their model."""
 
     def __init__(self, code: Any) -> None:
         """`code`: of the stack's forward, which alone gets stand-ins."""
         self.code = code
-        self._num_seen = 0  # tokens that were passed on as they should
-        self._is_known = True  # none was not
+        self._num_seen = 0  # passes in which every layer got the output of the one before
+        self._passes_on = True  # so far every pass was one of these
         self._known: dict[Any, _KnownStack] = {}  # by the kind of call
-        self._linked: dict[LayerProgram, LayerProgram] = {}  # which goes on with which
+        self._linked: dict[LayerProgram, LayerProgram] = {}  # program -> the program that reads its output
 
     def stand_ins(self, layers: list[nn.Module]) -> Iterator[Callable[..., Any]]:
         """What the forward calls in place of its layers."""
-        if not self._is_known:
+        if not self._passes_on:
             return iter(layers)
         call: Any = self._call if self._num_seen == NUM_COMPARED else self._watch
-        before: list[Any] = []
-        return iter([partial(call, layers, before, number) for number in range(len(layers))])
+        shared: list[Any] = []  # of _watch: the last output; of _call: the arguments of the layers before
+        return iter([partial(call, layers, shared, number) for number in range(len(layers))])
 
     def _watch(
         self, layers: list[nn.Module], outputs: list[Any], number: int, hidden: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """`outputs`: what the layer before gave, if there is one."""
-        self._is_known &= not args and (not number or hidden is outputs.pop())
+        self._passes_on &= not args and (not number or hidden is outputs.pop())
         outputs.append(layers[number](hidden, *args, **kwargs))
         if number == len(layers) - 1:
             self._num_seen += hidden.shape[0] == 1 and hidden.shape[1] <= LayerProgram.most_tokens
@@ -107,7 +108,7 @@ class Stack:
     def _programs(
         self, layers: list[nn.Module], hidden: torch.Tensor, calls: list[dict[str, Any]]
     ) -> list[LayerProgram] | None:
-        """Those of all layers, which go on with each other; None where a layer is to be called as it is."""
+        """The programs of all layers, each linked to the next; None where a layer has to be called itself."""
         kind = hidden.shape[1], *calls[0]
         known = self._known.get(kind)
         if known is None or not known.takes(layers, hidden, calls):
@@ -125,9 +126,7 @@ class Stack:
 
 
 class _KnownStack:
-    """The programs of all layers for one kind of call, which were found to do what the layers do, and how the
-    layers were then.
-    """
+    """The proven programs of all layers for one kind of call, and the state of the layers at that time."""
 
     def __init__(self, layers: list[nn.Module], programs: list[LayerProgram], calls: list[dict[str, Any]]) -> None:
         self.programs = programs
@@ -136,7 +135,7 @@ class _KnownStack:
         self._tried = AsTried(nn.ModuleList(layers), observed=[program.router for program in programs])
 
     def takes(self, layers: list[nn.Module], hidden: torch.Tensor, calls: list[dict[str, Any]]) -> bool:
-        """Whether this is such a call, and the layers are as they were."""
+        """Whether the call is of this kind and the layers are unchanged."""
         first, cache, angles = calls[0], calls[0].get(CACHE), calls[0].get("position_embeddings")
         return (
             len(layers) == len(self._layers)
@@ -157,8 +156,8 @@ _IS_TRAINING = attrgetter("training")
 def _programs_of_all(
     layers: list[nn.Module], hidden: torch.Tensor, calls: list[dict[str, Any]]
 ) -> list[LayerProgram] | None:
-    """The programs of all layers; None where a layer is to be called as it is, where one is there twice, and where they
-    have not all the same angles, of which there is room for those of one.
+    """The programs of all layers; None where a layer has to be called itself, occurs twice, or has other rotary angles
+    than the first.
     """
     programs: list[LayerProgram] = []
     for layer, kwargs in zip(layers, calls, strict=True):

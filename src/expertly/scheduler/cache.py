@@ -17,27 +17,28 @@ from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.pool import Pool, runs
 
 ABSENT, QUEUED, LOADING, PREFETCHING, RESIDENT = range(5)
-"""Of a unit: it has no slot; the running layer needs it, and it waits for a slot; it is on its way, and the running
-layer waits for it; it is on its way because it was predicted; it is there.
+"""States of a unit. ABSENT: it has no slot. QUEUED: the running layer needs it, and it has no slot yet. LOADING: in
+flight, and the running layer waits for it. PREFETCHING: in flight, and no layer waits. RESIDENT: it is in its slot.
 """
 
 _NO_SLOT = -1
 
 
 class Partition:
-    """The cache of one layer, or of all layers of a size class. Its policy orders experts, it counts units."""
+    """The cache of one layer, or of all of a size class. The policy orders experts, the partition counts units."""
 
     def __init__(self, capacity: int, top: int, policy: EvictionPolicy, pool: Pool) -> None:
-        self.capacity = self.room = capacity  # the quotas of its layers together; what of it is free
-        self.top = top  # units that it keeps of a kept expert, from the first one; the others are staged
+        self.capacity = self.room = capacity  # the quotas of its layers, in units, and how many of these are free
+        self.top = top  # how many first units of a kept expert are kept; the others are staged
         self.policy = policy
         self.pool = pool  # of slots, which all layers of the size class share
 
 
 class Cache:
-    """A *unit* is one of the P parts of an expert: unit = expert * P + part, where experts are dense ids. A unit with a
-    slot is either kept (a partition counts it) or staged (its slot is freed once its layer has used it). Kept units
-    have slots, but between `keep` and `allocate`.
+    """Where every unit of a model is. A *unit* is one of the P parts of an expert: unit = expert * P + part, where
+    experts are dense ids; a Span calls adjacent units its segments. A layer keeps the *top* of an expert: its first
+    units, where not all of them. A unit with a slot is either kept (a partition counts it) or staged (its slot is freed
+    once its layer has used it). Kept units have slots, except between `keep` and `allocate`.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Cache:
         self.geometry = geometry
         self.num_parts = num_parts
         self.counters = [LayerCounters() for _ in geometry.layers]
-        self.is_decoding = True  # whether the running layer, or the last one, serves decode: evictions count there
+        self.is_decoding = True  # whether the running layer, or the last one, serves decode: the phase of evictions
         # Whether victims lose all their units, where layers keep whole experts. True once something was predicted: then
         # experts come unit by unit, and single free slots would scatter later experts over many spans.
         self.evicts_whole = False
@@ -66,10 +67,10 @@ class Cache:
         self.slot = [_NO_SLOT] * num_units
         self.kept = [False] * num_units
         self.prefetching: dict[int, bool] = {}  # units in this state -> whether they were asked for in decode
-        self.whole: list[Span | None] = [None] * geometry.num_experts  # where it is wholly there in adjacent slots
-        self.first_slot = array("q", [_NO_SLOT]) * geometry.num_experts  # that of `whole`: native code looks there
-        self.quotas = list(budget.layer_quotas)  # units that a layer keeps at most; in a shared partition, in prompts
-        self.targets: list[int] | None = None  # the quotas to reach, where they differ from these
+        self.whole: list[Span | None] = [None] * geometry.num_experts  # the span of an expert that is resident in one
+        self.first_slot = array("q", [_NO_SLOT]) * geometry.num_experts  # of that span: native code reads it
+        self.quotas = list(budget.layer_quotas)  # most units a layer keeps; in a shared partition, for prompts only
+        self.targets: list[int] | None = None  # quotas that `rearrange` moves towards; None once reached
         if tops is not None:
             every = zip(self.quotas, tops, geometry.layers, strict=True)
             self.quotas = [whole_tops(quota, top, layer.num_experts) for quota, top, layer in every]
@@ -90,7 +91,7 @@ class Cache:
             }
             self.partitions = [shared[pool] for pool in of_layers]
         if self.is_split:
-            self._find_staging()
+            self._set_staging()
 
     @property
     def pools(self) -> list[Pool]:
@@ -203,7 +204,7 @@ class Cache:
     # -- slots -------------------------------------------------------------------------------------------------
 
     def allocate(self, units: Sequence[int], state: int) -> list[Span]:
-        """Give absent units of one expert slots, of which there are enough: next to those of its other units, if they
+        """Allocate slots for units of one expert that have none, beside its other units where possible. Enough slots
         are free. Returns the spans to load.
         """
         geometry, num_parts = self.geometry, self.num_parts
@@ -255,9 +256,9 @@ class Cache:
             del self.prefetching[unit]
         return self.spans(units)
 
-    def release(self, units: Sequence[int], *, is_staged: bool = False) -> None:
-        """Keep units of one expert no more, and free their slots: they are absent now, or will not come. `is_staged`:
-        the running layer needs them, and they stay till they are computed.
+    def release(self, units: Sequence[int], *, to_staging: bool = False) -> None:
+        """Stop keeping units of one expert, and free their slots. `to_staging`: they keep their slots until the running
+        layer has computed them.
         """
         eid = units[0] // self.num_parts
         partition, num_kept = self.partitions[self.geometry.layer_of[eid]], sum(map(self.kept.__getitem__, units))
@@ -268,7 +269,7 @@ class Cache:
                 self.kept[unit] = False
             if True not in self.kept[eid * self.num_parts : (eid + 1) * self.num_parts]:
                 partition.policy.removed(eid)
-        if is_staged:
+        if to_staging:
             return
         pool, span = partition.pool, self.whole[eid]
         if span is not None and len(units) == pool.block_size and not span.slot % pool.block_size:  # nearly always
@@ -304,19 +305,19 @@ class Cache:
             for of_decode in (True, False):
                 positions = [i for i, num in enumerate(num_tokens) if num and is_decode[i] == of_decode]
                 groups.append((of_decode, len(positions), [there[i] for i in positions if i in there]))
-        for of_decode, num_experts, lacking in groups:
+        for of_decode, num_experts, nums_there in groups:
             phase = counters.decode if of_decode else counters.prefill
-            hits, num_partial = num_experts - len(lacking), sum(map(bool, lacking))
+            hits, num_partial = num_experts - len(nums_there), sum(map(bool, nums_there))
             phase.hits += hits
             phase.partial_hits += num_partial
-            phase.misses += len(lacking) - num_partial
+            phase.misses += len(nums_there) - num_partial
             phase.demanded_nbytes += num_experts * num_parts * unit_nbytes
-            phase.hit_nbytes += (hits * num_parts + sum(lacking)) * unit_nbytes
+            phase.hit_nbytes += (hits * num_parts + sum(nums_there)) * unit_nbytes
 
     # -- keeping and evicting ----------------------------------------------------------------------------------
 
     def keep(self, experts: Iterable[Sequence[int]]) -> None:
-        """Keep units of each of some experts that are not, of which some may be staged; the partition has room."""
+        """Keep units that are not kept yet, a list for each expert; some may be staged. The partition has room."""
         geometry, num_parts = self.geometry, self.num_parts
         for units in filter(None, experts):
             eid = units[0] // num_parts
@@ -331,7 +332,7 @@ class Cache:
                 partition.policy.admitted(eid)
 
     def make_room(self, layer: int, num_units: int, protected: Container[int]) -> int:
-        """Evict so that so many units fit, or nothing if they cannot. Returns the room that there is then."""
+        """Evict until `num_units` fit, or nothing if they cannot. Returns the room afterwards."""
         partition = self.partitions[layer]
         if partition.room < num_units <= partition.capacity:
             victims, lacking = self._victims(layer, num_units - partition.room, protected)
@@ -346,20 +347,20 @@ class Cache:
         units = slice(self.units(first).start, self.units(first + geometry.layers[layer].num_experts).start)
         return max(0, min(self.partitions[layer].room, self.quotas[layer] - self.kept[units].count(True)))
 
-    def evict(self, victims: Iterable[Sequence[int]], *, is_staged: bool = False) -> None:
-        """Release kept units of each of some experts. Counts the bytes of the layers that lost them, in the phase of
+    def evict(self, victims: Iterable[Sequence[int]], *, to_staging: bool = False) -> None:
+        """Release kept units, a list for each expert. Counts the bytes of the layers that lost them, in the phase of
         the layer that needed the room.
         """
         for units in filter(None, victims):
             layer = self.geometry.layer_of[units[0] // self.num_parts]
-            self.release(units, is_staged=is_staged)
+            self.release(units, to_staging=to_staging)
             counters = self.counters[layer]
             phase = counters.decode if self.is_decoding else counters.prefill
             phase.evicted_nbytes += len(units) * self.geometry.unit_nbytes[layer]
 
     def _victims(self, layer: int, num_units: int, protected: Container[int]) -> tuple[list[Sequence[int]], int]:
-        """For each victim outside `protected` the units that go, and how many units are then still lacking. Unless
-        whole experts go, a victim loses its last units first and keeps its top.
+        """Returns the units to evict of each victim outside `protected`, and how many units are still lacking then.
+        Unless whole experts go, a victim loses its last kept units first.
         """
         partition = self.partitions[layer]
         is_whole = self.evicts_whole and partition.top == self.num_parts
@@ -374,7 +375,7 @@ class Cache:
 
     def admit_best(self, router: RouterRan, needed: Sequence[int], upcoming: Iterable[int]) -> None:
         """Keep the most valuable of the kept and the needed experts. Needed ones that lose are staged until they are
-        computed: at most as many units that were kept as there are free staging slots. Never evicts `upcoming`.
+        computed; of their kept units, only as many as staging has room for. Never evicts `upcoming`.
         """
         layer = router.layer
         partition, pool, policy = self.partitions[layer], self.partitions[layer].pool, self.partitions[layer].policy
@@ -394,6 +395,7 @@ class Cache:
                     continue
                 eid = rivals.pop()[1]
                 kept = self.kept_of(eid)
+                # Units that are not kept yet, and kept ones that staging can take; the last go first.
                 losing = sorted([*new[eid], *kept[max(0, len(kept) - can_stage) :]])[-excess:]
                 excess -= len(losing)
                 new[eid] = list(filterfalse(losing.__contains__, new[eid]))
@@ -401,15 +403,15 @@ class Cache:
                 can_stage -= len(to_stage[-1])
             self.evict(to_go)
             if to_stage:
-                self.evict(to_stage, is_staged=True)
+                self.evict(to_stage, to_staging=True)
         self.keep(new.values())
 
     # -- quotas ------------------------------------------------------------------------------------------------
 
     def resize(self, quotas: Sequence[int], tops: Sequence[int] | None = None) -> None:
         """Set the quotas to reach, in units, and how many units of an expert layers keep (`tops`); `rearrange` moves
-        towards them. Without `tops` the sum in each size class stays the same; with it, it may be less, down from what
-        the budget keeps, and the rest is for staging. Only where each layer has its own partition.
+        towards them. Without `tops` the sum in each size class stays the same; with `tops` it may be below the slots
+        that the budget keeps, and the rest is staging. Only where each layer has its own partition.
         """
         sums = check_quotas(self.geometry, quotas)
         if tops is None:
@@ -426,10 +428,10 @@ class Cache:
         self.targets = list(quotas)
 
     def rearrange(self, protected: Container[int]) -> None:
-        """Between layers: move towards `targets`, which is None once they are reached. Units beyond the tops go, and
-        where whole experts are kept, those that lie in several places: computing them in spans would cost more;
-        layers that shrink evict, by their policies, what is not `protected`; layers that grow, the lowest first, get
-        the room there is then. An expert of which less than the top is kept is filled when it is needed next.
+        """Between layers: move towards `targets`, which is None once they are reached. First evicts units beyond the
+        tops, and, where whole experts are kept, those that lie in several spans: computing these would cost more. Then
+        layers that shrink evict, by their policies, what is not `protected`. Then layers that grow get the room, the
+        lowest first. An expert of which less than the top is kept is filled when it is needed next.
         """
         if self.targets is None:
             return
@@ -443,21 +445,21 @@ class Cache:
         sums = self.geometry.class_sums(self.quotas)
         room = []
         for pool, quotas in zip(self.pools, sums, strict=True):
-            staged = pool.num_staged and pool.num_staged + self.num_parts  # and room for one load
+            staged = pool.num_staged + self.num_parts if pool.num_staged else 0  # and room for one load
             room.append(pool.num_slots - max(pool.least_staging, staged) - quotas)
         for layer, (size_class, target) in enumerate(zip(self.geometry.size_classes, self.targets, strict=True)):
             more = max(0, min(target - self.quotas[layer], room[size_class]))
             room[size_class] -= more
             self._change_quota(layer, more)
         if self.is_split:
-            self._find_staging()
+            self._set_staging()
         if is_cut and self.quotas == self.targets:
             self.targets = None
 
-    def _change_quota(self, layer: int, more: int) -> None:
-        self.quotas[layer] += more
-        self.partitions[layer].capacity += more
-        self.partitions[layer].room += more
+    def _change_quota(self, layer: int, change: int) -> None:
+        self.quotas[layer] += change
+        self.partitions[layer].capacity += change
+        self.partitions[layer].room += change
 
     def _cut(self, protected: Container[int]) -> bool:
         """Evict what is kept beyond the tops, or in several spans; returns whether all of it is gone."""
@@ -472,7 +474,7 @@ class Cache:
                 self.evict([units])
         return is_cut
 
-    def _find_staging(self) -> None:
+    def _set_staging(self) -> None:
         for pool, kept in zip(self.pools, self.geometry.class_sums(self.quotas), strict=True):
             pool.staging = pool.num_slots - kept
 

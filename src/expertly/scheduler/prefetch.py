@@ -1,4 +1,4 @@
-"""What is predicted of layers that have not run, in the order in which it is prefetched, and how good that was."""
+"""Predictions of layers that have not run: the order in which they are prefetched, and how good they were."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ PRIORITIES: dict[str, Callable[[float, int], float]] = {
     "proximity": lambda score, layers_to_go: score / layers_to_go,  # p / (l - l_now) (fMoE, section 4.5)
 }
 """The priority of a predicted expert by its score, 1 or more layers before its layer runs: the highest is loaded first,
-of equal ones the one that was predicted first. None falls as the score rises.
+of equal ones the one that was predicted first. No priority falls as the score rises.
 """
 
 
 @dataclass(slots=True)
 class Forecast:
-    """Of one layer until its router runs. Experts are dense ids."""
+    """What is predicted of one layer until its router runs. Experts are dense ids."""
 
-    by_distance: dict[int, Prediction] = field(default_factory=dict)  # the newest of each
-    queued: Prediction | None = None  # the newest
-    position: int = 0  # of the next of its experts to be prefetched
-    arrival: int = 0  # number of its first expert among all that were predicted
-    likely: dict[int, None] = field(default_factory=dict)  # resident or predicted experts that should stay
-    waiting: dict[int, list[int]] = field(default_factory=dict)  # experts that are to come -> units prefetched of each
+    by_distance: dict[int, Prediction] = field(default_factory=dict)  # distance -> its newest prediction
+    queued: Prediction | None = None  # the newest prediction, whose experts are queued
+    position: int = 0  # in `queued`, of the next expert to prefetch
+    arrival: int = 0  # of the first expert of `queued`: its number among all that were ever predicted
+    likely: dict[int, None] = field(default_factory=dict)  # not evicted if resident; empty unless prefetches evict
+    prefetched: dict[int, list[int]] = field(default_factory=dict)  # experts -> units prefetched, in flight or arrived
 
 
 class PrefetchQueue:
@@ -43,9 +43,9 @@ class PrefetchQueue:
         self.window = max(layer.top_k for layer in geometry.layers) * geometry.segments_per_expert
         self._num_layers = geometry.num_layers
         self.now = self._num_layers - 1  # the layer whose router ran last; before a pass, the last layer
-        self.needs_slots = False  # whether more would have been prefetched, had there been free slots
+        self.needs_slots = False  # whether to prefetch again as soon as a slot is free
         self.evicts = evicts
-        self.ahead: dict[int, Forecast] = {}  # by layer
+        self.forecasts: dict[int, Forecast] = {}  # by layer
         self._geometry = geometry
         self._priority = PRIORITIES[order]
         # (-priority, order of arrival, layer) of the next expert of each layer that has one; None: to be made
@@ -57,7 +57,7 @@ class PrefetchQueue:
         found resident when their turn to be prefetched comes, are not evicted for other prefetches.
         """
         layer, experts = prediction.layer, prediction.experts
-        forecast = self.ahead.get(layer) or self.ahead.setdefault(layer, Forecast())
+        forecast = self.forecasts.get(layer) or self.forecasts.setdefault(layer, Forecast())
         forecast.by_distance[prediction.distance] = prediction
         forecast.queued, forecast.position, forecast.arrival = prediction, 0, self._num_arrived
         self._num_arrived += len(experts)
@@ -65,7 +65,7 @@ class PrefetchQueue:
         first = self._geometry.first_ids[layer]
         forecast.likely = dict.fromkeys([first + expert for expert in experts[:num_likely]])
         if self._heads is not None:
-            self._find_head(layer, forecast, self._heads)
+            self._set_head(layer, forecast, self._heads)
 
     def by_urgency(self) -> Iterator[tuple[int, int, Forecast]]:
         """The layer, the id and the layer's forecast of each expert, the most urgent first. An expert stays queued
@@ -73,24 +73,24 @@ class PrefetchQueue:
         """
         if self._heads is None:
             self._heads = {}
-            for layer, forecast in self.ahead.items():
-                self._find_head(layer, forecast, self._heads)
+            for layer, forecast in self.forecasts.items():
+                self._set_head(layer, forecast, self._heads)
         while len(self._heads) > 1:
             layer = min(self._heads.values())[2]
-            forecast = self.ahead[layer]
+            forecast = self.forecasts[layer]
             assert forecast.queued is not None
             yield layer, self._geometry.first_ids[layer] + forecast.queued.experts[forecast.position], forecast
             forecast.position += 1
-            self._find_head(layer, forecast, self._heads)
+            self._set_head(layer, forecast, self._heads)
         for layer in self._heads:  # one: its experts are in order
             self._heads = None  # to be made anew, as positions change
-            forecast, first = self.ahead[layer], self._geometry.first_ids[layer]
+            forecast, first = self.forecasts[layer], self._geometry.first_ids[layer]
             assert forecast.queued is not None
             while forecast.position < len(forecast.queued.experts):
                 yield layer, first + forecast.queued.experts[forecast.position], forecast
                 forecast.position += 1
 
-    def _find_head(self, layer: int, forecast: Forecast, heads: dict[int, tuple[float, int, int]]) -> None:
+    def _set_head(self, layer: int, forecast: Forecast, heads: dict[int, tuple[float, int, int]]) -> None:
         queued, position = forecast.queued, forecast.position
         if queued is None or position == len(queued.experts):
             heads.pop(layer, None)
@@ -100,27 +100,27 @@ class PrefetchQueue:
 
     def cancelled(self, layer: int, eid: int, units: Collection[int]) -> None:
         """Units of an expert will not come."""
-        forecast = self.ahead.get(layer)
-        if forecast and eid in forecast.waiting:
-            forecast.waiting[eid] = [unit for unit in forecast.waiting[eid] if unit not in units]
+        forecast = self.forecasts.get(layer)
+        if forecast and eid in forecast.prefetched:
+            forecast.prefetched[eid] = [unit for unit in forecast.prefetched[eid] if unit not in units]
 
     def upcoming(self) -> set[int]:
-        """Experts that must not be evicted: prefetched and not used yet, or resident and predicted."""
+        """Experts that must not be evicted: prefetched for layers that have not run, or likely."""
         upcoming: set[int] = set()
-        for forecast in self.ahead.values():
-            upcoming.update(forecast.waiting, forecast.likely)
+        for forecast in self.forecasts.values():
+            upcoming.update(forecast.prefetched, forecast.likely)
         return upcoming
 
     def router_ran(
         self, router: RouterRan, phase: PhaseCounters, num_resident: Callable[[Iterable[int]], int]
     ) -> Collection[int]:
         """Count how good the predictions for the layer were (ProMoE, section 4), and what was prefetched of it, and
-        empty its queue. `num_resident`: how many of some experts are wholly there. Experts that only pad tokens chose do not
-        count. Returns the experts that were prefetched.
+        empty its queue. `num_resident`: how many of some experts are wholly there. Experts that only pad tokens chose
+        do not count. Returns the experts that were prefetched.
         """
         layer = self.now = router.layer
         self._heads = None  # the layers that are queued are nearer now
-        forecast = self.ahead.pop(layer, None)
+        forecast = self.forecasts.pop(layer, None)
         if forecast is None:
             return ()
         first = self._geometry.first_ids[layer]
@@ -131,16 +131,16 @@ class PrefetchQueue:
             phase.predicted_needed += len(needed.intersection(experts))
             phase.predicted_resident += num_resident(experts)
             phase.predicted_of += len(needed)
-        for eid, units in forecast.waiting.items():
+        for eid, units in forecast.prefetched.items():
             phase.prefetched += len(units) > 0
             if units and eid in needed:
                 phase.prefetched_needed += 1
                 phase.prefetched_in_time += num_resident((eid,))
             elif units:
                 phase.wasted_nbytes += len(units) * self._geometry.unit_nbytes[layer]
-        return forecast.waiting
+        return forecast.prefetched
 
     def clear(self) -> None:
-        self.ahead.clear()
+        self.forecasts.clear()
         self._heads = None
         self.now = self._num_layers - 1

@@ -41,17 +41,17 @@ class Scheduler:
         allocation: Allocation | None = None,
         predicts: bool = True,
     ) -> None:
-        """`admission`: "always" keeps all that a layer needs; "best" what the eviction policy (a ScoredPolicy) values
-        most among what is kept and what is needed, in prompts too.
-        `prefill`, where all needed is kept: with "evict" a prompt's experts are kept as those of decode are; with
-        "stream" they and what is prefetched meanwhile evict nothing: they take free slots, the rest is staged.
+        """`admission`: "always" keeps each needed expert if room can be made; "best" keeps the experts that the
+        eviction policy (a ScoredPolicy) scores highest, kept or needed, in prompts too.
+        `prefill`, with "always": with "evict" prompts keep experts as decode does; with "stream" prompts, and
+        prefetches meanwhile, evict nothing, but take free slots and staging slots.
         `ahead`: prefetches go to the "cache", which evicts for them, or to free "staging" slots.
         `prefetch`: the order of the prefetch queue, a key of PRIORITIES. `predicts`: whether `predict` may be called.
         """
         self.geometry = geometry
         self.budget = budget
         self.allocation = allocation or Uniform(geometry)
-        self.predicts = predicts  # whether units may come that no layer waits for
+        self.predicts = predicts  # whether `predict` may be called, so that units come that no layer waits for
         self.prompts_evict = prefill == "evict"
         self.keeps_best = admission == "best"
         self.cache = Cache(geometry, budget, make_policy, scope, self.allocation.tops(budget.layer_quotas))
@@ -61,10 +61,10 @@ class Scheduler:
         self.router: RouterRan | None = None  # of the running layer
         self.needed: list[int] = []  # its experts, by dense id
         self.num_open = 0  # units of the running layer that a plan named and that were not computed yet
-        self.num_coming = 0  # of these, units that are on their way
+        self.num_coming = 0  # of these, units in flight
         self.deferred: deque[tuple[int, Sequence[int]]] = deque()  # its (position, units) that wait for staging slots
-        self.held: dict[int, list[int]] = {}  # its experts -> units that are there and wait for others on their way
-        self._best: list[int] = []  # experts to keep as their layers have room, the best last
+        self.held: dict[int, list[int]] = {}  # its experts -> resident units that wait for units in flight
+        self._to_fill: list[int] = []  # experts to keep as new quotas have room, the best last
 
     @property
     def counters(self) -> list[LayerCounters]:
@@ -82,10 +82,10 @@ class Scheduler:
         self.needed = list(map(add, router.experts, repeat(self.geometry.first_ids[layer])))
         cache.is_decoding = router.is_part_of_decode or True in router.is_decode
         if self.predicts:
-            self._settle_predictions(router, cancelled)
+            self._end_predictions(router, cancelled)
         plan = Plan()
-        partial: list[int] = []  # experts that are not there in one span, but in part
-        missing: list[int] = []  # positions of experts that are not wholly there
+        partial: list[int] = []  # experts that are resident in part, or in several spans
+        missing: list[int] = []  # positions of experts that are not wholly resident
         parts_there: list[int] = []
         for position, eid in enumerate(self.needed):
             span = cache.whole[eid]
@@ -102,15 +102,15 @@ class Scheduler:
         self.num_open += len(plan.ready) * num_parts
         cache.count_demand(router, missing, parts_there)
         pool = cache.partitions[layer].pool
-        if missing or self.keeps_best or pool.num_free + pool.num_kept < pool.num_slots:  # something is staged
+        if missing or self.keeps_best or pool.num_free + pool.num_kept < pool.num_slots:  # pool.num_staged, inlined
             self._admit(router, missing, plan)
         if partial:
-            self._compute_parts(partial, plan)
+            self._plan_parts(partial, plan)
         return plan
 
-    def _compute_parts(self, partial: Sequence[int], plan: Plan) -> None:
-        """What is there of experts waits for the rest that is coming. Where layers keep parts of experts, decode
-        computes it while the rest is loaded (MoEpic, section 3.1).
+    def _plan_parts(self, partial: Sequence[int], plan: Plan) -> None:
+        """Resident units of an expert wait for its units that are loading. Where layers keep tops, decode computes them
+        meanwhile (MoEpic, section 3.1).
         """
         cache = self.cache
         for eid in partial:
@@ -122,14 +122,14 @@ class Scheduler:
 
     def loaded(self, span: Span) -> Sequence[Span] | None:
         """A span has arrived. Returns what the running layer can compute now, None where it does not wait for the span.
-        An expert that arrives in several spans is computed when all of it is there that has a slot: only computing may
-        free one for the rest.
+        An expert that arrives in several spans is computed once none of its units is loading: units still queued may
+        need the slots that this frees.
         """
         cache = self.cache
         if not cache.arrived(span):
             eid = self.geometry.first_ids[span.layer] + span.expert
-            forecast = self.queue.ahead.get(span.layer)
-            if eid not in self.needed and not (forecast and eid in forecast.waiting):  # its layer has run
+            forecast = self.queue.forecasts.get(span.layer)
+            if eid not in self.needed and not (forecast and eid in forecast.prefetched):  # its layer has run
                 cache.free_staged(cache.units_of(span))
             return None
         self.num_coming -= span.num_segments
@@ -164,14 +164,14 @@ class Scheduler:
             quotas = self.allocation.ran(router, self._recall)
             if quotas is not None:
                 self.cache.resize(quotas, self.allocation.tops(quotas))
-                self.keep_best()
+                self.fill_quotas()
             if self.cache.targets is not None:
                 self.cache.rearrange(self.upcoming())
 
-    def ran(self, layers: Iterable[tuple[int, Sequence[int], int]]) -> int:
-        """A token in decode ran through these layers before anybody was asked: with experts that are all there, and in
-        so many nanoseconds. Counts it as `begin_layer` and `end_layer` do, up to a layer for which these have something
-        to decide. Returns how many layers were counted.
+    def count_ran(self, layers: Iterable[tuple[int, Sequence[int], int]]) -> int:
+        """Native code ran a decoded token through these layers, (layer, experts, nanoseconds), with all experts
+        resident. Counts each as `begin_layer` and `end_layer` do, up to the first for which these would decide
+        something. Returns how many layers were counted.
         """
         cache, num_ran = self.cache, 0
         decides = self.predicts or self.keeps_best or self.allocation.is_online
@@ -201,7 +201,7 @@ class Scheduler:
             elif state == RESIDENT:
                 cache.free_staged([unit])
         self.queue.clear()
-        self._best.clear()
+        self._to_fill.clear()
         self.router, self.needed = None, []
         self.num_open = self.num_coming = 0
         self.deferred.clear()
@@ -210,7 +210,7 @@ class Scheduler:
     # -- what the running layer needs --------------------------------------------------------------------------
 
     def _admit(self, router: RouterRan, missing: list[int], plan: Plan) -> None:
-        """Decide what is kept and load it; load the rest as far as there are staging slots. `missing`: positions of
+        """Decide what is kept and plan its loads, and those of the rest as staging slots allow. `missing`: positions of
         experts that are not wholly resident.
         """
         cache, needed = self.cache, self.needed
@@ -222,7 +222,7 @@ class Scheduler:
         if self.keeps_best:
             cache.admit_best(router, needed, self.upcoming() if self.predicts else ())
         else:
-            missing = self._keep_all(router, missing)
+            missing = self._keep_needed(router, missing)
         to_load: list[tuple[int, Sequence[int]]] = []
         for position, absent in zip(missing, cache.absent(map(needed.__getitem__, missing)), strict=True):
             to_keep = list(filter(cache.kept.__getitem__, absent))
@@ -237,7 +237,7 @@ class Scheduler:
         if self.deferred:
             self._load_deferred(plan.loads)
 
-    def _keep_all(self, router: RouterRan, missing: list[int]) -> list[int]:
+    def _keep_needed(self, router: RouterRan, missing: list[int]) -> list[int]:
         """Keep what can be kept of what is needed; returns positions in the order in which their experts are loaded."""
         cache, layer, needed = self.cache, router.layer, self.needed
         pool = cache.partitions[layer].pool
@@ -263,8 +263,8 @@ class Scheduler:
         return evicting + filling
 
     def _evicting_and_filling(self, router: RouterRan, missing: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Experts of decode may evict, in router order, then those of prompts where prompts may; the others only take
-        what is free of the layer's quota. Prompts and pads: by falling number of tokens, then by id.
+        """Positions of experts that may evict: decode's, in router order, then prompts' where these may; and of those
+        that only take free quota. Prompts and pads go by falling number of tokens, then by id.
         """
         num_tokens = router.num_tokens
         evicting = [i for i in missing if router.is_decode[i] and num_tokens[i]]
@@ -276,8 +276,8 @@ class Scheduler:
         return evicting, filling
 
     def _load(self, wanted: Iterable[tuple[int, Sequence[int]]], loads: list[Span]) -> None:
-        """Give units of experts, which are at these positions of the router's list, slots, of which there are enough,
-        and add their spans to `loads`.
+        """Allocate slots for `wanted`: (position in the router's list, units of that expert). Enough are free. Adds the
+        spans to `loads`.
         """
         router = self.router
         assert router is not None
@@ -290,9 +290,8 @@ class Scheduler:
             self.num_coming += len(units)
 
     def _load_deferred(self, loads: list[Span]) -> None:
-        """Load units that wait for staging slots, an expert at a time: whole where the staging slots can hold that,
-        otherwise as much as fits. A layer that has nothing else to compute takes what fits, too: nothing would free a
-        slot.
+        """Load units that wait for staging slots, an expert at a time: whole if staging can hold it, else what
+        fits. A layer with nothing else to compute also takes what fits: nothing else would free a slot.
         """
         assert self.router is not None
         pool = self.cache.partitions[self.router.layer].pool
@@ -340,27 +339,27 @@ class Scheduler:
                     protected = self._protected()
                 if self._make_prefetch_room(layer, units, protected or ()):
                     begun += self._prefetch(layer, units)
-                    forecast.waiting.setdefault(eid, []).extend(units)
-                elif not (may_evict and cache.is_top(units[-1])):
+                    forecast.prefetched.setdefault(eid, []).extend(units)
+                elif not (may_evict and cache.is_top(units[-1])):  # else other partitions may have room
                     queue.needs_slots = cache.is_split
                     break  # until a slot is free
             else:  # protect it until its layer runs
                 if forecast.likely:
                     forecast.likely[eid] = None
                 if PREFETCHING in states:
-                    forecast.waiting.setdefault(eid, [])
+                    forecast.prefetched.setdefault(eid, [])
             if protected is not None:
                 protected.add(eid)
-        return begun + self._load_best() if self._best else begun
+        return begun + self._load_to_fill() if self._to_fill else begun
 
     def _make_prefetch_room(self, layer: int, units: Sequence[int], protected: Container[int]) -> bool:
         """Make room for a prefetch of these units of one expert; returns False, with nothing changed, if there is none.
-        The expert's top is kept, evicting experts outside `protected`; the rest is staged. Where prefetches go to
-        staging slots, and in a prompt that must not evict, nothing is evicted: all is staged, or the top is kept where
-        the partition has room.
+        The expert's top is kept, evicting experts outside `protected`; the rest is staged. Nothing is evicted in a
+        prompt that must not evict, or where prefetches go to staging slots: then all units are staged, or the top is
+        kept if the partition has room.
 
-        Staging slots for one expert stay free, so that a load never waits for a prefetch. Where layers keep parts of
-        experts and this layer is the next to run, one free slot is enough: its wrong prefetches go when its router ran.
+        Staging slots for one expert stay free, so that a load never waits for a prefetch. One free slot is enough where
+        layers keep tops and this layer runs next: its router frees wrong prefetches.
         """
         cache, queue, geometry = self.cache, self.queue, self.geometry
         pool, partition = cache.partitions[layer].pool, cache.partitions[layer]
@@ -370,8 +369,8 @@ class Scheduler:
         if can_stage and not queue.evicts:
             return True
         top = list(filter(cache.is_top, units))
-        is_kept = cache.is_decoding or self.prompts_evict or not queue.evicts
-        if not is_kept and cache.room_of_prompts(layer) < len(top):
+        may_keep = cache.is_decoding or self.prompts_evict or not queue.evicts
+        if not may_keep and cache.room_of_prompts(layer) < len(top):
             return can_stage
         short = max(0, len(top) - partition.room)
         if len(units) - len(top) > max(0, room_to_stage) or pool.num_free + short < len(units):
@@ -382,20 +381,18 @@ class Scheduler:
         return True
 
     def _prefetch(self, layer: int, units: Sequence[int]) -> list[Span]:
-        """Give units of one expert slots, of which there are enough: the spans, each a unit, to load behind every
-        load.
-        """
+        """Allocate slots for prefetching units of one expert; returns one span a unit. Enough slots are free."""
         self._count_prefetch(layer, self.cache.is_decoding, len(units))
         spans = self.cache.allocate(units, PREFETCHING)
         return spans if len(units) == 1 else [span for unit in units for span in self.cache.spans([unit])]
 
     def _count_prefetch(self, layer: int, is_decode: bool, num_units: int) -> None:
-        """So many units are prefetched; a negative number: were cancelled."""
+        """Count prefetched units; a negative number takes cancelled ones back."""
         phase, nbytes = self.cache.counters[layer].phase(is_decode), num_units * self.geometry.unit_nbytes[layer]
         phase.loaded_nbytes += nbytes
         phase.prefetched_nbytes += nbytes
 
-    def _settle_predictions(self, router: RouterRan, cancelled: Sequence[Span]) -> None:
+    def _end_predictions(self, router: RouterRan, cancelled: Sequence[Span]) -> None:
         """Count how good the predictions for the layer were and drop prefetches that did not begin."""
         layer, cache, queue = router.layer, self.cache, self.queue
         for span in cancelled:
@@ -410,18 +407,18 @@ class Scheduler:
                 cache.free_staged(cache.in_state(eid, RESIDENT))
 
     def upcoming(self) -> set[int]:
-        """Experts that must not be evicted: prefetched and not used yet, or resident and predicted."""
+        """Experts that must not be evicted: the queue's, and those of which a prefetch is in flight."""
         num_parts = self.cache.num_parts
         return self.queue.upcoming().union([unit // num_parts for unit in self.cache.prefetching])
 
     def _protected(self) -> set[int]:
-        """The same, and those that the running layer needs."""
+        """`upcoming`, and the experts that the running layer needs."""
         return self.upcoming().union(self.needed) if self.predicts else set(self.needed)
 
     # -- what layers keep --------------------------------------------------------------------------------------
 
     def configure(self, timing: Timing) -> None:
-        """Between passes, where the allocation is due: what layers keep is to be worked out with these times."""
+        """Between passes, when the allocation is due: give it these times to work out quotas."""
         assert self.router is None, "a layer runs"
         self.allocation.configure(timing)
 
@@ -432,21 +429,21 @@ class Scheduler:
         self.num_coming += len(units)
         return self.cache.allocate(units, LOADING)
 
-    def keep_best(self) -> None:
-        """Quotas have changed: when nothing is in flight or can be prefetched, keep and load each layer's best experts,
-        as it has room.
+    def fill_quotas(self) -> None:
+        """Quotas have changed: list each layer's best experts. `prefetch` keeps and loads them, as there is room, once
+        no prefetch is in flight and the quotas are reached.
         """
         ranks = [
             (rank, first + expert)
             for layer, first in enumerate(self.geometry.first_ids)
             for rank, expert in enumerate(self.allocation.best_of(layer))
         ]
-        self._best = [eid for _, eid in sorted(ranks, reverse=True)]
+        self._to_fill = [eid for _, eid in sorted(ranks, reverse=True)]
 
-    def _load_best(self) -> list[Span]:
+    def _load_to_fill(self) -> list[Span]:
         cache = self.cache
-        while self._best and not cache.prefetching and cache.targets is None:
-            eid = self._best.pop()
+        while self._to_fill and not cache.prefetching and cache.targets is None:
+            eid = self._to_fill.pop()
             layer = self.geometry.layer_of[eid]
             pool = cache.partitions[layer].pool
             units = list(filter(cache.is_top, cache.in_state(eid, ABSENT)))
@@ -472,7 +469,7 @@ class Scheduler:
 
     def _check_staged(self) -> None:
         cache = self.cache
-        coming = {eid for forecast in self.queue.ahead.values() for eid in forecast.waiting}
+        coming = {eid for forecast in self.queue.forecasts.values() for eid in forecast.prefetched}
         for unit, slot in enumerate(cache.slot):
             if slot >= 0 and not cache.kept[unit]:
                 assert unit // cache.num_parts in coming or unit in cache.prefetching

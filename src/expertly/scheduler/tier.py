@@ -15,11 +15,11 @@ from expertly.scheduler.cache import ABSENT, LOADING, RESIDENT, Cache
 
 
 class Tier:
-    """What a device's transfers pass through, and what of it stays. Pure, as the Scheduler is, with the same cache and
-    the same policies. It has no running layer: transfers of several layers are under way at a time, and each is asked
-    for by itself. The driver, a device or a simulator's link, moves bytes; it says what arrived and was cancelled.
+    """The cache in host memory that a device's transfers pass through. Pure, as the Scheduler is, with the same Cache
+    and the same policies. It has no running layer: transfers of several layers overlap, and each is requested alone.
+    The driver, a device or a simulator's link, moves bytes and reports what arrived or was cancelled.
 
-    All that has a slot is kept, whichever of an expert's units they are: there are no staging slots.
+    Every unit with a slot is kept, whatever its place in the expert: there are no staging slots.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Tier:
         self.cache = Cache(geometry, budget, make_policy)
 
     def request(self, span: Span, busy: Callable[[], Iterable[int]]) -> tuple[list[Span], list[Span]] | None:
-        """Of a device's span what is here, and what is to be read from now on, as spans of this tier's slots. `busy`:
-        ids of experts that must not go, as they are read or copied. None: there is no room until some of these may go.
+        """Returns what is here of a device's span, and what to read now, as spans of this tier's slots; None while
+        there is no room. `busy`: ids of experts that must not be evicted, as they are being read or copied.
         """
         cache, units = self.cache, self.cache.units_of(span)
         eid = units[0] // cache.num_parts
