@@ -158,7 +158,7 @@ class Measurement:
             return out
 
         def by_itself(layers: Sequence[RanStep]) -> None:
-            for *_, clock in layers:
+            for *_, clock, _ in layers:
                 times_ns.extend(clock[-2:])
             ran(layers)
 

@@ -216,8 +216,27 @@ class Collector:
 
         return routed
 
+    def routed_early(self, ran: RouterRan, ahead: Floats | None) -> Callable[[], Routed] | None:
+        """As `routed`, of a layer that ran by itself with one row. `ahead`: as HookedRouter has it."""
+        if self._info is None:
+            return None
+
+        def routed() -> Routed:
+            lookahead = np.zeros((1, self._distance, self._most_experts), np.float32)
+            if ahead is not None:
+                lookahead[:, 0, : ahead.shape[-1]] = ahead[:, : self._most_experts].astype(np.float16)
+            return Routed(ran, lookahead=_read_only(lookahead))
+
+        return routed
+
     def end(self) -> None:
         self._seen, self._info = {}, None
+
+    def looks_from(self, layer: int) -> bool:
+        """Whether what it shows of this layer is what the next router says early, as the model's step asks it."""
+        here, following = self._routers[layer], self._routers[layer + 1]
+        is_alike = here is not None and following is not None and here.hidden_size == following.hidden_size
+        return is_alike and following is not None and following.can_look_ahead and following.scoring == "softmax"
 
     def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
         kept = inputs.detach().clone() if self._wants & {"lookahead", "inputs"} else None
@@ -255,6 +274,7 @@ class Prefetching:
     def __init__(self, executor: Executor, predictor: Predictor, collector: Collector) -> None:
         self.predictor = predictor
         self.routed, self.left_out = collector.routed, collector.left_out
+        self.routed_early = collector.routed_early
         self._collector, self._prefetcher = collector, executor.shard.use_predictor(predictor)
         collector.attach()
 
@@ -262,6 +282,16 @@ class Prefetching:
     def error(self) -> Exception | None:
         """The predictor's exception."""
         return self._prefetcher.error
+
+    @property
+    def is_told_later(self) -> bool:
+        """Whether the predictor may be told of a layer of this pass after it ran, see `num_named_after`."""
+        return self.error is None and self._collector.is_open
+
+    def num_named_after(self, layer: int) -> int | None:
+        """As Predictor.num_named_after; None also where the model's steps cannot see what will be named."""
+        num_named = self.predictor.num_named_after(layer)
+        return num_named if not num_named or self._collector.looks_from(layer) else None
 
     def begin(self, info: IterationInfo) -> None:
         began = self._collector.begin(info)

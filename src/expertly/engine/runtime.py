@@ -203,7 +203,7 @@ class Engine:
             else:  # all experts are queued
                 result = shard.kernels.combine(early.outputs, top_k_weights, hidden_states.dtype)
                 self._trail.append(_traced(layer, hidden_states, result))
-                self._unseen.layers.append((layer, top_k_index, begin, shard.stamp()))
+                self._unseen.layers.append((layer, top_k_index, begin, shard.stamp(), None))
                 return result
             work = dispatch(layer, ids, executor.geometry.layers[layer].num_experts, self._info)
             try:
@@ -228,10 +228,21 @@ class Engine:
         is_seen = self.observer is not None or self.prefetching is not None or self._info is None
         return not (is_seen or self._is_stopped) and os.getpid() == self._process
 
+    def looks_at(self, layer: int) -> tuple[int, int, int] | None:
+        if self.prefetching is None or self.shard is not self.executor or self.device.queues_uses:
+            return None
+        num_named = self.prefetching.num_named_after(layer)
+        return None if num_named is None else self.shard.looks_at(layer, num_named)
+
+    def is_quiet(self) -> bool:
+        if self.prefetching is None or self.observer is not None or self._is_stopped or os.getpid() != self._process:
+            return False
+        return self.prefetching.is_told_later and self.scheduler.is_quiet
+
     def ran(self, layers: Iterable[RanStep]) -> None:
-        for layer, hidden, ids, result, clock in layers:
+        for layer, hidden, ids, result, clock, early in layers:
             self._trail.append((layer, hidden, result))
-            self._unseen.layers.append((layer, ids, clock[-2], clock[-1]))
+            self._unseen.layers.append((layer, ids, clock[-2], clock[-1], early))
 
     def _count_unseen(self, info: IterationInfo | None) -> None:
         """Have the scheduler count the choices of layers that ran without it."""
@@ -241,9 +252,9 @@ class Engine:
         try:
             if info is not None and len(info.is_prefill) == 1 and not info.is_prefill[0] and info.is_pad is None:
                 unseen = shard.count_token(unseen)
-            for layer, ids, begin, end in unseen:
+            for layer, ids, begin, end, early in unseen:
                 router = dispatch(layer, ids, shard.geometry.layers[layer].num_experts, info).router
-                shard.count(router)
+                shard.count(router, None if self.prefetching is None else self.prefetching.routed_early(router, early))
                 shard.note_times(router, begin, end, [])
         except BaseException:
             self._abandon()
@@ -306,7 +317,7 @@ class _Unseen:
         cast("CudaDevice", self._device).streams.reach(mark)
         parts = every.split([ids.numel() for _, ids, *_ in layers])
         both = zip(layers, parts, strict=True)
-        return [(layer, part.view(ids.shape), begin, end) for (layer, ids, begin, end), part in both]
+        return [(layer, part.view(ids.shape), *stamps) for (layer, ids, *stamps), part in both]
 
 
 def _traced(layer: int, hidden: torch.Tensor, result: torch.Tensor) -> _Ran:

@@ -12,7 +12,7 @@ from torch import nn
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan, Span
-from expertly.core.observation import Routed
+from expertly.core.observation import Floats, Routed
 from expertly.engine.compute import EARLY_TOKENS, Dispatch, Early, LayerCall, LayerCompute
 from expertly.engine.device import Device, kind_of
 from expertly.engine.step_times import StepTimes
@@ -25,8 +25,8 @@ from expertly.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from expertly.engine.cuda import CudaDevice
 
-Choice = tuple[int, torch.Tensor, Any, Any]
-"""A layer, the ids [T, K] that it chose, and stamps before and after it."""
+Choice = tuple[int, torch.Tensor, Any, Any, "Floats | None"]
+"""A layer, the ids [T, K] that it chose, stamps before and after it, and what the next router said early, if it did."""
 
 Waits = list[tuple[Any, Any]]
 """Pairs of stamps, before and after each time that a layer waited for a transfer."""
@@ -167,13 +167,22 @@ class Shard:
         """
         if self.device.queues_uses:
             return choices
-        ran = self.scheduler.count_ran([(layer, *ids.tolist(), end - begin) for layer, ids, begin, end in choices])
+        ran = self.scheduler.count_ran([(layer, *ids.tolist(), end - begin) for layer, ids, begin, end, _ in choices])
         return choices[ran:]
 
-    def count(self, router: RouterRan) -> None:
-        """Count the choices of a layer that was computed without the scheduler."""
+    def looks_at(self, layer: int, num_named: int) -> tuple[int, int, int]:
+        """As Runtime.looks_at: where the slots of the next layer's experts are, and how many experts it has."""
+        if not num_named:
+            return 0, 0, 0
+        table, first = self.scheduler.cache.first_slot, self.geometry.first_ids[layer + 1]
+        address = table.buffer_info()[0] + first * table.itemsize
+        return address, self.geometry.layers[layer + 1].num_experts, num_named
+
+    def count(self, router: RouterRan, routed: Callable[[], Routed] | None = None) -> None:
+        """Count the choices of a layer that was computed without the scheduler. `routed`: as for `run_layer`."""
         self._count_early(len(router.experts))
-        run_layer(self.scheduler, self.device, router, lambda spans: None, together=True)
+        prefetcher = None if routed is None else self.prefetcher
+        run_layer(self.scheduler, self.device, router, lambda spans: None, prefetcher, routed, together=True)
 
     def _count_early(self, num_experts: int) -> None:
         self.kernels.counts.early += num_experts

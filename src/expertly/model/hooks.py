@@ -40,9 +40,10 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 
 """What models and their outputs call the KV cache: `past_key_values` before transformers 5.24, which takes both."""
 
 
-RanStep = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int]]
-"""What the step of a layer computed: the layer, hidden states, ids, the result, and numbers of which the last two are
-when it began and ended, by the clock of `time.perf_counter_ns`. They keep their values until the pass ends.
+RanStep = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int], "npt.NDArray[np.float32] | None"]
+"""What the step of a layer computed: the layer, hidden states, ids, the result, numbers of which the last two are when
+it began and ended, by the clock of `time.perf_counter_ns`, and what the next router said early, if it did. They keep
+their values until the pass ends.
 """
 
 
@@ -90,6 +91,16 @@ class Runtime(Protocol):
 
     def may_run(self) -> bool:
         """Whether such a step may run now: nobody is to be told of the layer before."""
+        ...
+
+    def looks_at(self, layer: int) -> tuple[int, int, int] | None:
+        """For ChosenExperts.look_ahead: table, experts and number of what is predicted from a layer (0: nothing), where
+        the predictor may be told of the layer after its step. None: it must be told before.
+        """
+        ...
+
+    def is_quiet(self) -> bool:
+        """Whether such a step, which looks ahead, may run now."""
         ...
 
     def ran(self, layers: Iterable[RanStep]) -> None:

@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model.dense import IDLE, is_native, is_native_mask, paged
-from expertly.model.graphs import LayerGraphs, use_graphs
+from expertly.model.graphs import LayerGraphs, are_ours, use_graphs
 from expertly.model.hooks import CACHE, RanStep, Runtime, factors_of, mix, places, watchers
 from expertly.native.kernels import (
     SEEN,
@@ -211,22 +211,30 @@ class LayerProgram(LayerGraphs):
     _row: _LastRow | None = None
     _page: _LastPage | None = None
     _is_attended = _ran_mixed = False  # whether the token's attention, its experts ran as steps
+    _looks_ahead = False  # whether the step of the experts asks what will be predicted
+    _ran: RanStep
 
     def run(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         return run_programs((self,), hidden, (kwargs,))
 
     def prepare(self, kwargs: dict[str, Any], may_run: bool) -> array[int]:
-        """Have those steps run by themselves that need nobody for this token; experts where they `may_run`. Returns all
-        of them.
+        """Have those steps run by themselves that need nobody for this token; experts where they `may_run`, or look
+        ahead for whoever looks at the router. Returns all of them.
         """
         steps = self._assemble() if self._steps is None else self._steps
         self._is_attended = steps[self._at_attention * _WIDTH + 1] = self._goes_on(kwargs) or self._place(kwargs)
         self._ran_mixed = self._chosen is not None
         if self._ran_mixed:
-            steps[self._at_experts * _WIDTH + 1] = may_run and not (
-                self.router._forward_hooks and watchers(self.router)
-            )
+            looks = self.router._forward_hooks
+            is_seen = bool(looks) and bool(watchers(self.router))
+            steps[self._at_experts * _WIDTH + 1] = self._looks_ahead and are_ours(looks) if is_seen else may_run
         return steps
+
+    def hold(self, is_quiet: bool) -> bool:
+        """Of a layer that looks ahead, have the experts run by themselves only if it `is_quiet`. Whether it is one."""
+        if self._ran_mixed and self._looks_ahead and self._steps is not None:
+            self._steps[self._at_experts * _WIDTH + 1] &= is_quiet
+        return self._ran_mixed
 
     def take(self, step: int, kwargs: dict[str, Any]) -> None:
         """A step that did not run by itself."""
@@ -274,6 +282,12 @@ class LayerProgram(LayerGraphs):
         step, begin = _step("router", (self._shared.kernels.dtypes[dtype], call.buffer_info()[0])), self._at_experts - 1
         self._steps[begin * _WIDTH : (begin + 1) * _WIDTH] = array("q", step)  # type: ignore[index]
         self.router._expertly_ahead = x, scores.numpy(), call, for_nobody
+        asked_of = self._experts._expertly_runtime.looks_at(self._layer)
+        self._looks_ahead = self._chosen is not None and asked_of is not None
+        if self._looks_ahead:
+            self._chosen.look_ahead(scores, *asked_of)  # type: ignore[union-attr]
+            layer, hidden, ids, result, numbers, _ = self._ran
+            self._ran = layer, hidden, ids, result, numbers, scores.numpy()
 
     def _assemble(self) -> array[int]:
         """One list of steps from the three that were recorded, with attention and experts between them."""
@@ -289,7 +303,9 @@ class LayerProgram(LayerGraphs):
         dtype = kernels.dtypes[at.query.dtype]
         attend = _step("attention", (dtype, *asks), is_ready=False)
         if self._chosen is not None:
-            self._ran: RanStep = self._layer, *at.chosen[:2], at.mixed, self._chosen.numbers
+            self._ran = self._layer, *at.chosen[:2], at.mixed, self._chosen.numbers, None
+            asked_of = runtime.looks_at(self._layer)
+            self._looks_ahead = asked_of is not None and not asked_of[-1]
         mix = _step("experts", () if self._chosen is None else (dtype, self._chosen.address), is_ready=False)
         self._at_attention, self._at_experts = len(before.steps), len(before.steps) + 2 + len(between.steps)
         starts = (0, before), (self._at_attention + 1, between), (self._at_experts + 1, behind)
@@ -452,7 +468,10 @@ def run_programs(
     first._at.hidden.copy_(hidden)
     first._shared.rows = None
     may_run = runtime.may_run()
+    is_told_later = not may_run and runtime.looks_at(0) is not None
     steps = [program.prepare(kwargs, may_run) for program, kwargs in zip(programs, calls, strict=True)]
+    if is_told_later:
+        any(program.hold(runtime.is_quiet()) for program in programs)  # the first with experts
     number, end = 0, len(steps[last]) // _WIDTH - 1
     step, num_further = kernels.run_program(steps[0], 0, last)
     while True:
@@ -474,4 +493,6 @@ def run_programs(
             for program, kwargs in zip(programs[number + 1 :], calls[number + 1 :], strict=True):
                 program.take_back(kwargs)
             raise
+        if is_told_later and step == programs[number]._at_experts:
+            any(program.hold(runtime.is_quiet()) for program in programs[number + 1 :])
         step, num_further = kernels.run_program(steps[number], step + 1, last - number)

@@ -43,7 +43,7 @@ _ATTENTION_TOKENS = 64
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 38
+VERSION = 39
 """Of the interface that is called here; products.c says the same number."""
 
 PLAIN = (nn.Parameter, torch.Tensor)
@@ -243,10 +243,17 @@ class ChosenExperts:
             (
                 *(*layer.formats, layer.num_inner, num_neurons, *layer.addresses, 0, *(0,) * 4),
                 *(x.data_ptr(), x.nbytes, 0, 0, ids.data_ptr(), table, base, slot_nbytes, ids.numel(), num_experts),
-                *(weights_dtype, weights.data_ptr(), outputs.data_ptr(), out.data_ptr(), 0, 0),
+                *(weights_dtype, weights.data_ptr(), outputs.data_ptr(), out.data_ptr(), *(0,) * 6),
             ),
         )
         self.address = self.numbers.buffer_info()[0]
+
+    def look_ahead(self, scores: torch.Tensor, table: int, num_experts: int, num_named: int) -> None:
+        """Run only where the best experts of the next layer are resident, too: so many, by `scores` [1, E] in float32,
+        which are there before the step. `table`: as in `slots`.
+        """
+        assert scores.numel() >= num_experts and scores.dtype == torch.float32
+        self.numbers[-6:-2] = array("q", (scores.data_ptr(), table, num_experts, num_named))
 
 
 class Projections:

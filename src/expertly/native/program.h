@@ -20,6 +20,9 @@ typedef struct {
     int64_t slot_nbytes, num_chosen, num_experts, weights_dtype;
     const char *weights; /* [K] */
     char *outputs, *out; /* [K, H], [H] */
+    const float *early;  /* [num_next], or NULL: what the next layer's router says early */
+    const int64_t *next_slots; /* as `slots` */
+    int64_t num_next, num_named; /* so many of its best experts will be named */
     int64_t begin_ns, end_ns;
 } chosen_experts;
 
@@ -35,7 +38,27 @@ static double as_double(int64_t bits) {
     return value;
 }
 
-/* 1: not all of them are there. */
+/* Whether an expert that will be named of the next layer is not there: of the best by scores in float16, as who names them
+ * sees these, of equal ones the lowest ids; none whose score is 0.
+ */
+static int lacks_next(const instruction_set *set, const chosen_experts *chosen) {
+    enum { SOME = 256 };
+    uint16_t scores[SOME], best = 0;
+    int64_t best_id = -1, num_better = 0;
+    for (int is_counting = 0; is_counting < 2; is_counting++)
+        for (int64_t first = 0; first < chosen->num_next; first += SOME) {
+            const int64_t num = chosen->num_next - first < SOME ? chosen->num_next - first : SOME;
+            set->narrow(FLOAT16, chosen->early + first, num, (char *)scores);
+            for (int64_t i = 0; i < num; i++) {
+                if (scores[i] > 0x7c00) return 1; /* below 0, or NaN */
+                if (is_counting) num_better += scores[i] > best || (scores[i] == best && first + i < best_id);
+                else if (chosen->next_slots[first + i] < 0 && scores[i] > best) best = scores[i], best_id = first + i;
+            }
+        }
+    return best && num_better < chosen->num_named;
+}
+
+/* 1: not all of them are there, or not all that will be named. */
 static int run_experts(int level, int dtype, int num_threads, chosen_experts *chosen) {
     expert_task tasks[MOST_CHOSEN];
     int64_t zeros[MOST_CHOSEN] = {0}, rows[MOST_CHOSEN];
@@ -47,6 +70,7 @@ static int run_experts(int level, int dtype, int num_threads, chosen_experts *ch
         tasks[i] = (expert_task){chosen->base + chosen->slots[id] * chosen->slot_nbytes, 1, id};
         rows[i] = i;
     }
+    if (chosen->early && lacks_next(set_at(level), chosen)) return 1;
     chosen->begin_ns = now_ns();
     experts_call call = chosen->call;
     call.tasks = tasks;

@@ -43,6 +43,12 @@ class Lookahead(RankingPredictor):
         self._num_rows = 1  # of this pass
         self._last = np.zeros(1, np.intp)  # of them, each request's last
 
+    def num_named_after(self, layer: int) -> int | None:
+        if self._distance > 1 or self._next_token or type(self) is not Lookahead:
+            return None
+        following = self._layers[layer + 1 : layer + 2]
+        return (self._width or following[0].top_k) if following else 0
+
     def begin_iteration(self, began: Began) -> Iterator[Prediction]:
         if self._next_token:
             self._num_rows = len(began.requests)

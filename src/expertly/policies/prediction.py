@@ -66,6 +66,12 @@ class Predictor(Policy, ABC):
     def learn(self, history: History) -> None:
         """Learn from passes of a training part, before anything runs."""
 
+    def num_named_after(self, layer: int) -> int | None:
+        """How many experts it names when `layer` has run, if these are the best of the next layer by what that layer's
+        router says early, and nothing else. None: it predicts otherwise.
+        """
+        return None
+
     def facts(self) -> dict[str, int | float | None]:
         """Facts about it for results, by names that its documentation explains."""
         return {}
