@@ -15,14 +15,15 @@ import torch
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
-from expertly.core.messages import RouterRan
+from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Floats, IterationInfo, Routed, Want, scores_of_choices
 from expertly.engine.executor import Executor
+from expertly.engine.shard import Choice
 from expertly.model.hooks import saturated_half
 from expertly.model.routers import HookedRouter, find_routers
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
-from expertly.policies.prediction import Predictor
+from expertly.policies.prediction import Predictor, best_of_layers
 from expertly.scheduler.systems import System
 
 Ids = npt.NDArray[np.int64]
@@ -216,19 +217,6 @@ class Collector:
 
         return routed
 
-    def routed_early(self, ran: RouterRan, ahead: Floats | None) -> Callable[[], Routed] | None:
-        """As `routed`, of a layer that ran by itself with one row. `ahead`: as HookedRouter has it."""
-        if self._info is None:
-            return None
-
-        def routed() -> Routed:
-            lookahead = np.zeros((1, self._distance, self._most_experts), np.float32)
-            if ahead is not None:
-                lookahead[:, 0, : ahead.shape[-1]] = ahead[:, : self._most_experts].astype(np.float16)
-            return Routed(ran, lookahead=_read_only(lookahead))
-
-        return routed
-
     def end(self) -> None:
         self._seen, self._info = {}, None
 
@@ -274,7 +262,7 @@ class Prefetching:
     def __init__(self, executor: Executor, predictor: Predictor, collector: Collector) -> None:
         self.predictor = predictor
         self.routed, self.left_out = collector.routed, collector.left_out
-        self.routed_early = collector.routed_early
+        self._layers = executor.geometry.layers
         self._collector, self._prefetcher = collector, executor.shard.use_predictor(predictor)
         collector.attach()
 
@@ -292,6 +280,24 @@ class Prefetching:
         """As Predictor.num_named_after; None also where the model's steps cannot see what will be named."""
         num_named = self.predictor.num_named_after(layer)
         return num_named if not num_named or self._collector.looks_from(layer) else None
+
+    def named_early(self, choices: Sequence[Choice]) -> list[Prediction | None]:
+        """What it would have named after these layers of one token, which ran before it was told
+        (`num_named_after`).
+        """
+        named: list[Prediction | None] = [None] * len(choices)
+        by_width: dict[tuple[int, int], list[int]] = {}
+        for number, (layer, *_, early) in enumerate(choices):
+            if early is not None:
+                shape = self._layers[layer + 1].num_experts, self.num_named_after(layer) or 0
+                by_width.setdefault(shape, []).append(number)
+        for (num_experts, width), numbers in by_width.items():
+            early = np.concatenate([choices[number][-1][:, :num_experts] for number in numbers])  # type: ignore[index]
+            scores = early.astype(np.float16).astype(np.float32)
+            layers = [choices[number][0] + 1 for number in numbers]
+            for number, prediction in zip(numbers, best_of_layers(layers, scores, width), strict=True):
+                named[number] = prediction
+        return named
 
     def begin(self, info: IterationInfo) -> None:
         began = self._collector.begin(info)

@@ -10,6 +10,7 @@ import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # those of `signal` make enums: 25 us a layer
 from _signal import signal as set_handler
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -237,7 +238,7 @@ class Engine:
     def is_quiet(self) -> bool:
         if self.prefetching is None or self.observer is not None or self._is_stopped or os.getpid() != self._process:
             return False
-        return self.prefetching.is_told_later and self.scheduler.is_quiet
+        return _is_token(self._info) and self.prefetching.is_told_later and self.scheduler.is_quiet
 
     def ran(self, layers: Iterable[RanStep]) -> None:
         for layer, hidden, ids, result, clock, early in layers:
@@ -250,11 +251,12 @@ class Engine:
         if self._is_closed:
             return
         try:
-            if info is not None and len(info.is_prefill) == 1 and not info.is_prefill[0] and info.is_pad is None:
-                unseen = shard.count_token(unseen)
-            for layer, ids, begin, end, early in unseen:
+            if _is_token(info):
+                early = repeat(None) if self.prefetching is None else self.prefetching.named_early(unseen)
+                unseen = shard.count_token(unseen, early)
+            for layer, ids, begin, end, _ in unseen:
                 router = dispatch(layer, ids, shard.geometry.layers[layer].num_experts, info).router
-                shard.count(router, None if self.prefetching is None else self.prefetching.routed_early(router, early))
+                shard.count(router)
                 shard.note_times(router, begin, end, [])
         except BaseException:
             self._abandon()
@@ -318,6 +320,11 @@ class _Unseen:
         parts = every.split([ids.numel() for _, ids, *_ in layers])
         both = zip(layers, parts, strict=True)
         return [(layer, part.view(ids.shape), *stamps) for (layer, ids, *stamps), part in both]
+
+
+def _is_token(info: IterationInfo | None) -> bool:
+    """Whether the pass is one token in decode."""
+    return info is not None and len(info.is_prefill) == 1 and not info.is_prefill[0] and info.is_pad is None
 
 
 def _traced(layer: int, hidden: torch.Tensor, result: torch.Tensor) -> _Ran:

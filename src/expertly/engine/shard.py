@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from expertly.core.geometry import Geometry
-from expertly.core.messages import RouterRan, Span
+from expertly.core.messages import Prediction, RouterRan, Span
 from expertly.core.observation import Floats, Routed
 from expertly.engine.compute import EARLY_TOKENS, Dispatch, Early, LayerCall, LayerCompute
 from expertly.engine.device import Device, kind_of
@@ -161,14 +161,14 @@ class Shard:
         address = table.buffer_info()[0] + first * table.itemsize
         return self._layers[layer].chosen(address, self.geometry.layers[layer].num_experts, tensors)
 
-    def count_token(self, choices: list[Choice]) -> list[Choice]:
-        """Count a decoded token's choices that layers computed without the scheduler. Returns the choices that are left
-        for `count`.
+    def count_token(self, choices: list[Choice], predictions: Iterable[Prediction | None]) -> list[Choice]:
+        """Count a decoded token's choices that layers computed without the scheduler, and what was predicted from each.
+        Returns the choices that are left for `count`.
         """
         if self.device.queues_uses:
             return choices
-        ran = self.scheduler.count_ran([(layer, *ids.tolist(), end - begin) for layer, ids, begin, end, _ in choices])
-        return choices[ran:]
+        layers = [(layer, *ids.tolist(), end - begin) for layer, ids, begin, end, _ in choices]
+        return choices[self.scheduler.count_ran(layers, predictions) :]
 
     def looks_at(self, layer: int, num_named: int) -> tuple[int, int, int]:
         """As Runtime.looks_at: where the slots of the next layer's experts are, and how many experts it has."""
@@ -178,11 +178,10 @@ class Shard:
         address = table.buffer_info()[0] + first * table.itemsize
         return address, self.geometry.layers[layer + 1].num_experts, num_named
 
-    def count(self, router: RouterRan, routed: Callable[[], Routed] | None = None) -> None:
-        """Count the choices of a layer that was computed without the scheduler. `routed`: as for `run_layer`."""
+    def count(self, router: RouterRan) -> None:
+        """Count the choices of a layer that was computed without the scheduler."""
         self._count_early(len(router.experts))
-        prefetcher = None if routed is None else self.prefetcher
-        run_layer(self.scheduler, self.device, router, lambda spans: None, prefetcher, routed, together=True)
+        run_layer(self.scheduler, self.device, router, lambda spans: None, together=True)
 
     def _count_early(self, num_experts: int) -> None:
         self.kernels.counts.early += num_experts

@@ -5,7 +5,7 @@ predictors share: when they predict which layer, and how scores become a predict
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -68,7 +68,7 @@ class Predictor(Policy, ABC):
 
     def num_named_after(self, layer: int) -> int | None:
         """How many experts it names when `layer` has run, if these are the best of the next layer by what that layer's
-        router says early, and nothing else. None: it predicts otherwise.
+        router says early, and it keeps nothing of what it is shown. None: it predicts otherwise.
         """
         return None
 
@@ -118,6 +118,14 @@ def best_of_rows(layer: int, distance: int, scores: Floats, width: int) -> Predi
     if not named:
         return None
     return Prediction(layer, order[: len(named)].tolist(), named, distance, probabilities=probabilities.tolist())
+
+
+def best_of_layers(layers: Sequence[int], scores: Floats, width: int) -> list[Prediction]:
+    """As `best_of_rows` for one row [E] of each of some layers, whose routers were asked one layer before."""
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :width]
+    best, nums = np.take_along_axis(scores, order, axis=1), (scores > 0).sum(axis=1).tolist()
+    every = zip(layers, order.tolist(), best.tolist(), scores.tolist(), nums, strict=True)
+    return [Prediction(layer, ids[:num], named[:num], 1, likely) for layer, ids, named, likely, num in every]
 
 
 def _best_that_are_named(scores: Floats, width: int) -> Floats:

@@ -52,17 +52,20 @@ class PrefetchQueue:
         self._heads: dict[int, tuple[float, int, int]] | None = None
         self._num_arrived = 0
 
-    def predict(self, prediction: Prediction) -> None:
+    def predict(self, prediction: Prediction, *, is_resident: bool = False) -> None:
         """Queue these experts in place of those queued for the layer. Resident ones among the surest top-k, and those
-        found resident when their turn to be prefetched comes, are not evicted for other prefetches.
+        found resident when their turn to be prefetched comes, are not evicted for other prefetches. `is_resident`: all
+        of them were found so.
         """
         layer, experts = prediction.layer, prediction.experts
         forecast = self.forecasts.get(layer) or self.forecasts.setdefault(layer, Forecast())
         forecast.by_distance[prediction.distance] = prediction
         forecast.queued, forecast.position, forecast.arrival = prediction, 0, self._num_arrived
         self._num_arrived += len(experts)
-        num_likely = self._geometry.layers[layer].top_k if self.evicts else 0
         first = self._geometry.first_ids[layer]
+        num_likely = self._geometry.layers[layer].top_k if self.evicts else 0
+        if is_resident:
+            num_likely, forecast.position = num_likely and len(experts), len(experts)
         forecast.likely = dict.fromkeys([first + expert for expert in experts[:num_likely]])
         if self._heads is not None:
             self._set_head(layer, forecast, self._heads)

@@ -10,7 +10,7 @@ from operator import add
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.policies.allocation import Allocation, Uniform
-from expertly.policies.eviction import MakePolicy
+from expertly.policies.eviction import MakePolicy, ScoredPolicy
 from expertly.policies.moepic import Timing
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.cache import ABSENT, LOADING, PREFETCHING, QUEUED, RESIDENT, Cache
@@ -168,25 +168,35 @@ class Scheduler:
             if self.cache.targets is not None:
                 self.cache.rearrange(self.upcoming())
 
-    def count_ran(self, layers: Iterable[tuple[int, Sequence[int], int]]) -> int:
+    def count_ran(
+        self, layers: Iterable[tuple[int, list[int], int]], predictions: Iterable[Prediction | None] = repeat(None)
+    ) -> int:
         """Native code ran a decoded token through these layers, (layer, experts, nanoseconds), with all experts
-        resident. Counts each as `begin_layer` and `end_layer` do, up to the first for which these would decide
-        something. Returns how many layers were counted.
+        resident, and so were those predicted from each. Counts each as `begin_layer`, `predict` and `end_layer` do, up
+        to the first for which these would decide something. Returns how many layers were counted.
         """
-        cache, num_ran = self.cache, 0
-        decides = self.predicts or self.keeps_best or self.allocation.is_online
-        for layer, experts, expert_ns in layers:
+        cache, queue, num_ran, first_ids = self.cache, self.queue, 0, self.geometry.first_ids
+        for (layer, experts, expert_ns), prediction in zip(layers, predictions, strict=False):
             num, partition = len(experts), cache.partitions[layer]
-            pool = partition.pool
-            if decides or pool.num_free + pool.num_kept < pool.num_slots or len(set(experts)) < num:
+            pool, policy = partition.pool, partition.policy
+            if self.allocation.is_online or pool.num_free + pool.num_kept < pool.num_slots or len(set(experts)) < num:
                 break
-            cache.is_decoding = True
-            counters, nbytes = cache.counters[layer].decode, num * cache.num_parts * self.geometry.unit_nbytes[layer]
+            needed, ones = list(map(add, experts, repeat(first_ids[layer]))), [1] * num
+            cache.is_decoding, counters = True, cache.counters[layer].decode
+            if self.predicts or self.keeps_best:
+                router = RouterRan(layer, experts, ones, [True] * num, 1)
+                if self.predicts:
+                    queue.router_ran(router, counters, cache.count_resident)
+                if isinstance(policy, ScoredPolicy) and self.keeps_best:
+                    policy.needed(needed, router)
+                if prediction is not None:
+                    self.predict(prediction, is_resident=True)
+            nbytes = num * cache.num_parts * self.geometry.unit_nbytes[layer]
             counters.hits += num
             counters.demanded_nbytes += nbytes
             counters.hit_nbytes += nbytes
             counters.expert_ns += expert_ns
-            partition.policy.used(list(map(add, experts, repeat(self.geometry.first_ids[layer]))), [1] * num, 1)
+            policy.used(needed, ones, 1)
             num_ran += 1
         return num_ran
 
@@ -315,12 +325,14 @@ class Scheduler:
 
     # -- what is predicted -------------------------------------------------------------------------------------
 
-    def predict(self, prediction: Prediction) -> None:
-        """A layer will need these experts when it runs next. Valid until its router runs."""
+    def predict(self, prediction: Prediction, *, is_resident: bool = False) -> None:
+        """A layer will need these experts when it runs next. Valid until its router runs. `is_resident`: all of them
+        are, so that nothing is to be prefetched.
+        """
         assert self.predicts
         layer, probabilities = prediction.layer, prediction.probabilities
         self.cache.evicts_whole = True
-        self.queue.predict(prediction)
+        self.queue.predict(prediction, is_resident=is_resident)
         if self.allocation.is_online:
             self.allocation.predicted(prediction)
         if probabilities is not None:
