@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import threading
 import weakref
+from array import array
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
@@ -24,16 +28,18 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 import expertly
 from expertly.api import handle
 from expertly.model import graphs, programs
-from expertly.model.hooks import CACHE
+from expertly.model.hooks import CACHE, experts_modules
 from expertly.model.playing import forward
 from expertly.model.routers import HookedRouter
 from expertly.native import kernels as native_kernels
+from expertly.policies.prediction import best_of_rows
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
 from tests.engine.test_graphs import RECORDED
 from tests.families import FAMILIES, Family, generate, load_reference, make_checkpoint, make_prompts
 from tests.formats.gguf_files import make_gguf
 from tests.formats.references import decoded
+from tests.golden.engine import make_transfers_instant
 from tests.model.test_turns import Passes
 
 pytestmark = pytest.mark.timeout(180)
@@ -108,16 +114,81 @@ def test_decisions_are_those_of_a_scheduler_that_is_asked_at_once(options: dict[
         with opened(case.store, **{"memory": "60%", **options}) as model:
             for prompt in (*case.prompts, *case.prompts):
                 generate(model, [prompt], 9)
-            layers = expertly.stats(model).as_dict()["layers"]
-            counts = [
-                {name: number for name, number in phase.items() if not name.endswith("_s")}
-                for layer in layers
-                for phase in (layer["prefill"], layer["decode"])
-            ]
-            slots = handle(model).engine.scheduler.cache
-            seen.append((counts, list(slots.state)))
+            seen.append(decided(model))
             assert (num_run(model) > 0) == (opened is loaded)
     assert seen[0] == seen[1]
+
+
+def decided(model: Any) -> tuple[list[dict[str, Any]], list[int]]:
+    """All counts but times, by layer and phase, and the state of every unit."""
+    layers = expertly.stats(model).as_dict()["layers"]
+    phases = [phase for layer in layers for phase in (layer["prefill"], layer["decode"])]
+    counts = [{name: number for name, number in phase.items() if not name.endswith("_s")} for phase in phases]
+    return counts, list(handle(model).engine.scheduler.cache.state)
+
+
+@pytest.mark.parametrize("memory", ["60%", "90%"])
+@pytest.mark.parametrize(
+    "system",
+    [
+        "expertly-ahead",
+        "lru:prediction=lookahead",
+        "lru:prediction=lookahead:ahead=staging:width=2",
+        "lfu:prediction=lookahead:width=1",
+        "fmoe:prediction=lookahead:distance=1",
+    ],
+)
+def test_what_the_next_router_says_is_told_as_if_each_layer_had_asked(system: str, memory: str, cases: Cases) -> None:
+    """A layer runs by itself if its experts and all that it predicts are resident; who predicts is told before the next
+    decision: predictions, prefetches, hits and what is resident at the end are the same, and so are the tokens.
+    """
+    case, seen, asked = cases["qwen3_moe"], [], list[int]()
+    for opened in (loaded, without_programs):
+        with opened(case.store, system=system, memory=memory, segments=1) as model:
+            make_transfers_instant(model)
+            engine: Any = handle(model).engine
+            run, num_asked = engine.forward_experts, list[int]()
+            for module in experts_modules(model):
+                module._expertly_runtime = engine
+            engine.forward_experts = lambda *call, run=run, num=num_asked: (num.append(1), run(*call))[1]
+            tokens = [generate(model, [prompt], 24) for prompt in (*case.prompts, *case.prompts)]
+            seen.append((tokens, decided(model)))
+            asked.append(len(num_asked))
+            decode = [layer["decode"] for layer in expertly.stats(model).as_dict()["layers"]]
+            assert sum(phase["predicted"] for phase in decode[1:]) == sum(phase["predicted"] for phase in decode) > 0
+            assert sum(phase["prefetched"] for phase in decode) > 0
+    assert seen[0] == seen[1]
+    assert asked[0] < asked[1] if memory == "90%" else asked[0] <= asked[1], "layers ran by themselves"
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_experts_run_only_if_all_that_will_be_named_are_resident(width: int, cases: Cases) -> None:
+    """Named by scores in float16, of equal ones the lowest ids, none whose score is 0, as `best_of_rows` does."""
+    dice = random.Random(width)
+    with loaded(cases["qwen3_moe"].store, system=f"lru:prediction=lookahead:width={width}", memory="100%") as model:
+        generate(model, [cases["qwen3_moe"].prompts[0]], 12)
+        engine = handle(model).engine
+        forms = [form for forms in programs_of(model) for form in forms._of_kind.values()]
+        program = next(form for form in forms if getattr(form, "_looks_ahead", False) and form._layer == 0)
+        scores, table, geometry = program._ran[-1], engine.scheduler.cache.first_slot, engine.executor.geometry
+        following, num = geometry.first_ids[1], geometry.layers[1].num_experts
+        slots, ran = list(table[following : following + num]), Counter[bool]()
+        program._steps[program._at_experts * 16 + 1] = 1
+        for _ in range(300):
+            values = [0.0, 1e-9, 0.25, 0.25 + 1e-5, 0.2500001, 0.5, dice.random(), dice.random() / 1000]
+            scores[0] = [dice.choice(values) for _ in range(num)]
+            absent = set(dice.sample(range(num), dice.randint(0, 2)))
+            for expert in range(num):
+                table[following + expert] = -1 if expert in absent else slots[expert]
+            named = best_of_rows(1, 1, scores.astype(np.float16).astype(np.float32), width)
+            step, _ = engine.shard.kernels.run_program(program._steps, program._at_experts)
+            has_run = step != program._at_experts
+            assert has_run == (named is None or not absent & set(named.experts)), (scores, absent)
+            ran[has_run] += 1
+        scores[0, 0] = np.nan
+        assert engine.shard.kernels.run_program(program._steps, program._at_experts)[0] == program._at_experts
+        table[following : following + num] = array("q", slots)
+    assert min(ran.values()) > 20
 
 
 @pytest.mark.parametrize("system", ["expertly-ahead", "fmoe", "promoe:prediction=stride", "moepic", "moe-infinity"])
