@@ -115,6 +115,7 @@ class Collector:
         self._info: IterationInfo | None = None
         self._is_real: Mask | None = None  # None: all rows are
         self._seen: dict[int, tuple[Any, ...]] = {}  # router input [T, H], logits [T, E], HookedRouter.ahead
+        self._early: dict[int, Floats | None] = {}  # of one row, HookedRouter.ahead alone
         self._of_tokens: dict[int, torch.Tensor] = {}  # choices [V, K] where the router sees only token ids
         self.left_out: list[int] = []
         """Layers without predictions: their routers cannot be called with earlier hidden states."""
@@ -152,7 +153,7 @@ class Collector:
 
     def begin(self, info: IterationInfo) -> Callable[[], Began] | None:
         """A pass begins. None where all rows are pads."""
-        self._seen, self._info = {}, None
+        self._seen, self._early, self._info = {}, {}, None
         requests, is_real = self._requests.of_rows(info), None if info.is_pad is None else ~info.is_pad
         if is_real is not None and not is_real.any():
             return None
@@ -187,6 +188,8 @@ class Collector:
         """A router has chosen experts [T, K] with weights [T, K]. None where nobody observes the pass, or the layer's
         rows are not those of the pass.
         """
+        if ran.layer in self._early:
+            return self._routed_early(ran, self._early.pop(ran.layer))
         inputs, logits, ahead = self._seen.pop(ran.layer, (None, None, None))
         info, is_real, wants, layer = self._info, self._is_real, self._wants, ran.layer
         if info is None or len(top_k_index) != len(info.is_prefill):
@@ -216,6 +219,19 @@ class Collector:
             return Routed(ran, experts, scores, lookahead, router_inputs)
 
         return routed
+
+    def _routed_early(self, ran: RouterRan, ahead: Floats | None) -> Callable[[], Routed] | None:
+        def routed() -> Routed:
+            lookahead = np.zeros((1, self._distance, self._most_experts), np.float32)
+            if ahead is not None:
+                lookahead[0, 0, : ahead.shape[1]] = ahead[0, : self._most_experts].astype(np.float16)
+            return Routed(ran, lookahead=_read_only(lookahead))
+
+        return routed if self.is_open else None
+
+    def said_early(self, layer: int, ahead: Floats | None) -> None:
+        """In place of the hook on the layer's router: one row, of which no more than the lookahead is wanted."""
+        self._early[layer] = ahead
 
     def end(self) -> None:
         self._seen, self._info = {}, None
@@ -261,7 +277,7 @@ class Prefetching:
 
     def __init__(self, executor: Executor, predictor: Predictor, collector: Collector) -> None:
         self.predictor = predictor
-        self.routed, self.left_out = collector.routed, collector.left_out
+        self.routed, self.said_early, self.left_out = collector.routed, collector.said_early, collector.left_out
         self._layers = executor.geometry.layers
         self._collector, self._prefetcher = collector, executor.shard.use_predictor(predictor)
         collector.attach()

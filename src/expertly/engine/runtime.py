@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -234,6 +235,10 @@ class Engine:
             return None
         num_named = self.prefetching.num_named_after(layer)
         return None if num_named is None else self.shard.looks_at(layer, num_named)
+
+    def said_early(self, layer: int, scores: npt.NDArray[np.float32] | None) -> None:
+        if self.prefetching is not None:
+            self.prefetching.said_early(layer, scores)
 
     def is_quiet(self) -> bool:
         if self.prefetching is None or self.observer is not None or self._is_stopped or os.getpid() != self._process:

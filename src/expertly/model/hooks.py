@@ -99,6 +99,9 @@ class Runtime(Protocol):
         """
         ...
 
+    def said_early(self, layer: int, scores: npt.NDArray[np.float32] | None) -> None:
+        """What the next router said early of a layer that looks ahead and calls `forward_experts` next."""
+
     def is_quiet(self) -> bool:
         """Whether such a step, which looks ahead, may run now."""
         ...

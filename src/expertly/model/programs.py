@@ -241,7 +241,11 @@ class LayerProgram(LayerGraphs):
         if step == self._at_attention:
             self._attend(kwargs)
         elif step == self._at_experts:
-            mix(self._at, self.router, self._experts)
+            if self._looks_ahead and are_ours(self.router._forward_hooks):  # the predictor wants nothing else
+                self._experts._expertly_runtime.said_early(self._layer, self._ran[-1])
+                self._at.mixed.copy_(self._experts(self._at.chosen[0], *map(torch.clone, self._at.chosen[1:])))
+            else:
+                mix(self._at, self.router, self._experts)
             self._ran_mixed = False
         elif step in self._calls:
             self._calls[step]()
