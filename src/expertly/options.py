@@ -139,8 +139,8 @@ class LoadOptions:
     system: str = option(
         AUTO_SYSTEM,
         "what decides which experts stay in memory, see `expertly systems`; auto: what "
-        "`expertly bench --save` found fastest in about this memory, else expertly-ahead, or expertly where "
-        "experts are tiny",
+        "`expertly bench --save` found fastest in about this memory, else expertly, or expertly-ahead if "
+        "much is missing",
         metavar="NAME",
     )
     device: str | None = option(

@@ -631,4 +631,4 @@ def test_the_next_router_is_asked_by_the_program_and_says_what_it_says_by_itself
         quality.append([decode[key] for key in ("predicted", "predicted_needed", "predicted_of")])
         num_asked.append(len(asked))
     assert quality[0] == quality[1] and quality[0][1] > 0
-    assert num_asked[0] > 0 and num_asked[1] == 8, "of the last layer alone, whose next one is the next token's"
+    assert num_asked[0] > 0 == num_asked[1]

@@ -205,7 +205,19 @@ def test_the_configurator_ranks_experts_as_the_caches_do(system: str, options: L
     assert hits == expected.rates().hits.tolist() != other.rates().hits.tolist()
 
 
-@pytest.mark.parametrize(("kib", "name"), [(767, "expertly"), (768, "expertly-ahead")])
-def test_the_size_of_experts_decides_which_system_is_the_default(kib: int, name: str) -> None:
-    layer = LayerGeometry(2, 1, 256, kib, 2, 2)  # 1 KiB a neuron
-    assert default_system([layer]) == (name, kib / 1024)
+@pytest.mark.parametrize(
+    ("kib", "held", "runs_on_host", "name"),
+    [
+        (2048, 0.25, True, "expertly-ahead"),  # 1.5 MiB of an expert are not there
+        (2048, 0.26, True, "expertly"),
+        (16384, 0.9, True, "expertly-ahead"),
+        (16384, 1.5, True, "expertly"),
+        (1535, 0.0, True, "expertly"),
+        (16384, 0.25, False, "expertly"),
+    ],
+)
+def test_what_memory_lacks_of_an_expert_decides_which_system_is_the_default(
+    kib: int, held: float, runs_on_host: bool, name: str
+) -> None:
+    layer = LayerGeometry(4, 1, 256, kib, 2, 2)  # 1 KiB a neuron
+    assert default_system([layer], int(layer.nbytes * held), runs_on_host=runs_on_host) == name

@@ -15,7 +15,7 @@ from annotated_types import Ge, Le
 from expertly.core.errors import StoreError
 from expertly.core.files import disk_errors, json_bytes, write_atomic
 from expertly.core.resources import cpu_name
-from expertly.core.units import format_nbytes
+from expertly.core.units import format_nbytes, format_share
 from expertly.core.untrusted import OWN_FILE, Bounds, read_as
 from expertly.engine.device import kind_of
 from expertly.engine.memory import MemoryRequest, divide
@@ -97,8 +97,12 @@ def auto_system(store: PackedStore, request: MemoryRequest, target: torch.device
     """The system that `auto` stands for, and why, in a sentence: the remembered one for this machine and the nearest
     memory, else the default. `is_alone`: there are no workers. Raises as `divide`.
     """
-    name, mib = default_system(store.manifest.layers)
-    default = f"system auto: {name}, the default for experts of {format_nbytes(mib * 2**20)}"
+    nbytes = divide(store, store.geometry(), get_runnable(BASE_SYSTEM), request, target).budget.memory_nbytes
+    layers = store.manifest.layers
+    name = default_system(layers, nbytes, runs_on_host=kind_of(target).runs_on_host)
+    each, share = store.experts_nbytes / sum(layer.num_experts for layer in layers), nbytes / store.experts_nbytes
+    held = f"{format_share(min(1.0, share))} of experts of {format_nbytes(each)}"
+    default = f"system auto: {name}, the default for {held} in memory"
     try:
         entries = read_remembered(store)
     except StoreError as error:
@@ -106,7 +110,6 @@ def auto_system(store: PackedStore, request: MemoryRequest, target: torch.device
     entries = [entry for entry in entries if is_alone and entry.machine == this_machine(target)]
     if not entries:
         return name, f"{default}; `expertly bench --save` finds the fastest"
-    nbytes = divide(store, store.geometry(), get_runnable(BASE_SYSTEM), request, target).budget.memory_nbytes
     near = [entry for entry in reversed(entries) if entry.distance(nbytes) <= NEAR and _can_run(entry, store, nbytes)]
     if not near:
         return name, f"{default}: not measured in {format_nbytes(nbytes)}; `expertly bench --save` does"

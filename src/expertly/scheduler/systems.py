@@ -29,7 +29,7 @@ OVERLAPPED = "overlapped"  # loads, prefetches and computing go on at the same t
 BASE_SYSTEM = "lru"  # the baseline
 HOST_EVICTION = "lru"  # of the host memory behind an accelerator, unless a system says otherwise
 AUTO_SYSTEM = "auto"  # where a model is loaded: `default_system`
-LEAST_NBYTES = 3 << 18  # of an expert, for prefetching by default: loading tiny ones is faster than asking routers
+LEAST_NBYTES = 3 << 19  # of an expert, times the share of experts that memory lacks, for prefetching by default
 
 ACCEPTED: dict[str, Collection[str]] = {
     "eviction": EVICTIONS,
@@ -322,12 +322,14 @@ SYSTEMS: Registry[System] = Registry(
 )
 
 
-def default_system(layers: Sequence[LayerGeometry]) -> tuple[str, float]:
-    """The default system, and the mean MiB of the model's experts, which decides: loading a tiny expert takes less time
-    than working out whether it will be needed.
+def default_system(layers: Sequence[LayerGeometry], held_nbytes: int, *, runs_on_host: bool) -> str:
+    """The default system where memory holds so many bytes of experts. Prefetching hides the loads of what is often
+    missing and large; asking routers early, and loading what is not needed then, takes longer than it hides where most
+    experts are there or tiny, or loads are copies to an accelerator.
     """
-    nbytes = sum(layer.nbytes for layer in layers) / sum(layer.num_experts for layer in layers)
-    return "expertly-ahead" if nbytes >= LEAST_NBYTES else "expertly", nbytes / (1 << 20)
+    nbytes = sum(layer.nbytes for layer in layers)
+    lacking_nbytes = max(0, nbytes - held_nbytes) / sum(layer.num_experts for layer in layers)
+    return "expertly-ahead" if runs_on_host and lacking_nbytes >= LEAST_NBYTES else "expertly"
 
 
 _UNPREDICTED: dict[str, Any] = {part.name: part.default for part in fields(System) if part.name in OF_PREDICTION}
