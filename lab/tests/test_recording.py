@@ -175,6 +175,24 @@ def test_the_counters_do_not_see_the_recorder(cases: Cases, tmp_path: Path) -> N
     assert counted[0] == counted[1]
 
 
+def test_a_recorder_sees_the_routers_beside_a_predictor_that_programs_tell(cases: Cases, tmp_path: Path) -> None:
+    """Before it, with it and after it, in one model whose layers run by themselves where nobody looks."""
+    case, traces = cases["qwen3_moe"], []
+    for system in ("lru", "lru:prediction=lookahead"):
+        with loaded(case.store, system=system, memory="90%") as model:
+            for _ in range(2):
+                assert generate(model, case.prompts[:1]) == case.tokens[:1]
+            asked = expertly.stats(model).as_dict()["kernels"]["programs"]
+            with record(model, tmp_path / system, full=True) as recorder:
+                recorder.begin_request("some", "text", len(case.prompts[0]))
+                assert generate(model, case.prompts[:1]) == case.tokens[:1]
+            assert generate(model, case.prompts[:1]) == case.tokens[:1]
+            assert asked > 0
+        traces.append(Trace.open(tmp_path / system))
+    for field in ("experts", "weights", "probs", "router_inputs", "lookahead"):
+        assert np.array_equal(column(traces[0], field), column(traces[1], field)), field
+
+
 def test_every_expert_of_a_layer_whose_top_k_differs(tmp_path: Path) -> None:
     """Layers of other widths share a row: what a layer does not choose is NO_EXPERT, ids that are none as well."""
     taken: list[dict[str, Any]] = []

@@ -236,9 +236,11 @@ class Engine:
         num_named = self.prefetching.num_named_after(layer)
         return None if num_named is None else self.shard.looks_at(layer, num_named)
 
-    def said_early(self, layer: int, scores: npt.NDArray[np.float32] | None) -> None:
-        if self.prefetching is not None:
-            self.prefetching.said_early(layer, scores)
+    def said_early(self, layer: int, scores: npt.NDArray[np.float32] | None) -> bool:
+        if self.prefetching is None or self.observer is not None:
+            return False
+        self.prefetching.said_early(layer, scores)
+        return True
 
     def is_quiet(self) -> bool:
         if self.prefetching is None or self.observer is not None or self._is_stopped or os.getpid() != self._process:

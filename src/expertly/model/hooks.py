@@ -99,8 +99,11 @@ class Runtime(Protocol):
         """
         ...
 
-    def said_early(self, layer: int, scores: npt.NDArray[np.float32] | None) -> None:
-        """What the next router said early of a layer that looks ahead and calls `forward_experts` next."""
+    def said_early(self, layer: int, scores: npt.NDArray[np.float32] | None) -> bool:
+        """What the next router said early of a layer that looks ahead and calls `forward_experts` next. Returns whether
+        that is all that anybody looks at.
+        """
+        ...
 
     def is_quiet(self) -> bool:
         """Whether such a step, which looks ahead, may run now."""

@@ -241,8 +241,8 @@ class LayerProgram(LayerGraphs):
         if step == self._at_attention:
             self._attend(kwargs)
         elif step == self._at_experts:
-            if self._looks_ahead and are_ours(self.router._forward_hooks):  # the predictor wants nothing else
-                self._experts._expertly_runtime.said_early(self._layer, self._ran[-1])
+            is_told = self._looks_ahead and are_ours(self.router._forward_hooks)
+            if is_told and self._experts._expertly_runtime.said_early(self._layer, self._ran[-1]):
                 self._at.mixed.copy_(self._experts(self._at.chosen[0], *map(torch.clone, self._at.chosen[1:])))
             else:
                 mix(self._at, self.router, self._experts)
@@ -461,6 +461,12 @@ class _Rows:
         self.first, self.seen = int(write), seen(read.numel(), read, mask, kernels.dtypes)
 
 
+def _hold_next(programs: Sequence[LayerProgram], runtime: Runtime) -> None:
+    """Have the experts of the next layer run by themselves only if the scheduler is quiet; they leave it so."""
+    is_quiet = runtime.is_quiet()
+    any(program.hold(is_quiet) for program in programs)  # up to the first that has experts
+
+
 def run_programs(
     programs: Sequence[LayerProgram], hidden: torch.Tensor, calls: Sequence[dict[str, Any]]
 ) -> torch.Tensor:
@@ -472,10 +478,9 @@ def run_programs(
     first._at.hidden.copy_(hidden)
     first._shared.rows = None
     may_run = runtime.may_run()
-    is_told_later = not may_run and runtime.looks_at(0) is not None
     steps = [program.prepare(kwargs, may_run) for program, kwargs in zip(programs, calls, strict=True)]
-    if is_told_later:
-        any(program.hold(runtime.is_quiet()) for program in programs)  # the first with experts
+    if not may_run:
+        _hold_next(programs, runtime)
     number, end = 0, len(steps[last]) // _WIDTH - 1
     step, num_further = kernels.run_program(steps[0], 0, last)
     while True:
@@ -497,6 +502,6 @@ def run_programs(
             for program, kwargs in zip(programs[number + 1 :], calls[number + 1 :], strict=True):
                 program.take_back(kwargs)
             raise
-        if is_told_later and step == programs[number]._at_experts:
-            any(program.hold(runtime.is_quiet()) for program in programs[number + 1 :])
+        if not may_run and step == programs[number]._at_experts:
+            _hold_next(programs[number + 1 :], runtime)
         step, num_further = kernels.run_program(steps[number], step + 1, last - number)
