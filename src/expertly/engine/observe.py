@@ -114,8 +114,8 @@ class Collector:
         self._requests = RequestNumbers()
         self._info: IterationInfo | None = None
         self._is_real: Mask | None = None  # None: all rows are
-        self._seen: dict[int, tuple[Any, ...]] = {}  # router input [T, H], logits [T, E], HookedRouter.ahead
-        self._early: dict[int, Floats | None] = {}  # of one row, HookedRouter.ahead alone
+        self._seen: dict[int, tuple[Any, ...]] = {}  # router input [T, H], logits [T, E]
+        self._early: dict[int, Floats | None] = {}  # [T, E] of the next router, where no more is wanted
         self._of_tokens: dict[int, torch.Tensor] = {}  # choices [V, K] where the router sees only token ids
         self.left_out: list[int] = []
         """Layers without predictions: their routers cannot be called with earlier hidden states."""
@@ -190,7 +190,7 @@ class Collector:
         """
         if ran.layer in self._early:
             return self._routed_early(ran, self._early.pop(ran.layer))
-        inputs, logits, ahead = self._seen.pop(ran.layer, (None, None, None))
+        inputs, logits = self._seen.pop(ran.layer, (None, None))
         info, is_real, wants, layer = self._info, self._is_real, self._wants, ran.layer
         if info is None or len(top_k_index) != len(info.is_prefill):
             return None
@@ -215,22 +215,26 @@ class Collector:
                 if "inputs" in wants:
                     router_inputs = _read_only(saturated_half(rows).astype(np.float32))
                 if "lookahead" in wants:
-                    lookahead = _read_only(self._look_ahead(layer, rows, ahead if is_real is None else None))
+                    lookahead = _read_only(self._look_ahead(layer, rows))
             return Routed(ran, experts, scores, lookahead, router_inputs)
 
         return routed
 
     def _routed_early(self, ran: RouterRan, ahead: Floats | None) -> Callable[[], Routed] | None:
+        is_real = self._is_real
+
         def routed() -> Routed:
-            lookahead = np.zeros((1, self._distance, self._most_experts), np.float32)
+            lookahead = None
             if ahead is not None:
-                lookahead[0, 0, : ahead.shape[1]] = ahead[0, : self._most_experts].astype(np.float16)
-            return Routed(ran, lookahead=_read_only(lookahead))
+                scores = _cut(ahead, is_real)[:, : self._most_experts]
+                lookahead = np.zeros((len(scores), self._distance, self._most_experts), np.float32)
+                lookahead[:, 0, : scores.shape[1]] = scores.astype(np.float16)
+            return Routed(ran, lookahead=None if lookahead is None else _read_only(lookahead))
 
         return routed if self.is_open else None
 
     def said_early(self, layer: int, ahead: Floats | None) -> None:
-        """In place of the hook on the layer's router: one row, of which no more than the lookahead is wanted."""
+        """In place of the hook on the layer's router, where no more than the lookahead is wanted."""
         self._early[layer] = ahead
 
     def end(self) -> None:
@@ -244,9 +248,9 @@ class Collector:
 
     def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
         kept = inputs.detach().clone() if self._wants & {"lookahead", "inputs"} else None
-        self._seen[layer] = kept, logits.detach(), getattr(self._routers[layer], "ahead", None)
+        self._seen[layer] = kept, logits.detach()
 
-    def _look_ahead(self, layer: int, inputs: torch.Tensor, ahead: Floats | None) -> Floats:
+    def _look_ahead(self, layer: int, inputs: torch.Tensor) -> Floats:
         """Scores [T, D, E] of the routers of the next D layers for this layer's inputs; after the last layer the next
         token runs the first ones. 0 for layers of another hidden size.
         """
@@ -254,8 +258,7 @@ class Collector:
         for distance in range(1, self._distance + 1):
             router = self._routers[(layer + distance) % len(self._layers)]
             if router is not None and router.can_look_ahead and router.hidden_size == inputs.shape[-1]:
-                early = ahead if distance == 1 and router.scoring == "softmax" else None
-                scores = router.scores(inputs).cpu().numpy() if early is None else early[:, : self._most_experts]
+                scores = router.scores(inputs).cpu().numpy()
                 lookahead[:, distance - 1, : scores.shape[-1]] = scores.astype(np.float16)
         return lookahead
 

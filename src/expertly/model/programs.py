@@ -211,7 +211,9 @@ class LayerProgram(LayerGraphs):
     _row: _LastRow | None = None
     _page: _LastPage | None = None
     _is_attended = _ran_mixed = False  # whether the token's attention, its experts ran as steps
-    _looks_ahead = False  # whether the step of the experts asks what will be predicted
+    _early: Any = None  # what the next router says of this one's input, [T, E], and the memory of the step that asks it
+    _says_early = False  # whether that is all that a predictor looks at
+    _looks_ahead = False  # whether the step of the experts runs only if all that will be predicted is resident
     _ran: RanStep
 
     def run(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -241,8 +243,9 @@ class LayerProgram(LayerGraphs):
         if step == self._at_attention:
             self._attend(kwargs)
         elif step == self._at_experts:
-            is_told = self._looks_ahead and are_ours(self.router._forward_hooks)
-            if is_told and self._experts._expertly_runtime.said_early(self._layer, self._ran[-1]):
+            is_told = self._says_early and are_ours(self.router._forward_hooks)
+            scores = None if self._early is None else self._early[0]
+            if is_told and self._experts._expertly_runtime.said_early(self._layer, scores):
                 self._at.mixed.copy_(self._experts(self._at.chosen[0], *map(torch.clone, self._at.chosen[1:])))
             else:
                 mix(self._at, self.router, self._experts)
@@ -274,22 +277,23 @@ class LayerProgram(LayerGraphs):
         return True
 
     def _ask_early(self, asked: array[int], dtype: torch.dtype) -> None:
-        """Have the step before the experts ask the next router about this one's input (see HookedRouter), as `asked`
-        asks it about its own.
+        """Where a predictor looks at that alone, have the step before the experts ask the next router about this one's
+        input, as `asked` asks it about its own.
         """
-        x = self._at.routed[0][0] if self._at.routed[0] else None
-        if x is None or x.dtype != dtype or tuple(x.shape) != tuple(asked[:2]) or not x.is_contiguous():
+        x, asked_of = next(iter(self._at.routed[0]), None), self._experts._expertly_runtime.looks_at(self._layer)
+        if asked_of is None or x is None or x.dtype != dtype or tuple(x.shape) != tuple(asked[:2]):
+            return
+        if not x.is_contiguous():
             return
         call, scores = array("q", asked), torch.empty(asked[0], asked[2])
         for_nobody = [torch.empty(scores.shape, dtype=torch.int64) for _ in range(3)]  # logits, weights and ids
         call[6], call[9:] = x.data_ptr(), array("q", [tensor.data_ptr() for tensor in (*for_nobody, scores)])
         step, begin = _step("router", (self._shared.kernels.dtypes[dtype], call.buffer_info()[0])), self._at_experts - 1
         self._steps[begin * _WIDTH : (begin + 1) * _WIDTH] = array("q", step)  # type: ignore[index]
-        self.router._expertly_ahead = x, scores.numpy(), call, for_nobody
-        asked_of = self._experts._expertly_runtime.looks_at(self._layer)
-        self._looks_ahead = self._chosen is not None and asked_of is not None
-        if self._looks_ahead:
-            self._chosen.look_ahead(scores, *asked_of)  # type: ignore[union-attr]
+        self._early, self._says_early = (scores.numpy(), call, for_nobody), True
+        if self._chosen is not None:
+            self._looks_ahead = True
+            self._chosen.look_ahead(scores, *asked_of)
             layer, hidden, ids, result, numbers, _ = self._ran
             self._ran = layer, hidden, ids, result, numbers, scores.numpy()
 
@@ -302,14 +306,15 @@ class LayerProgram(LayerGraphs):
         self._asked = kernels.attention_call(at.query, at.key, at.attended, self._more.get("s_aux"))
         asks = self._asked.buffer_info()[0], double_bits(scale), double_bits(self._more.get("softcap") or 0.0)
         runtime: Runtime = self._experts._expertly_runtime
+        asked_of = runtime.looks_at(self._layer)
+        self._says_early = asked_of is not None and not asked_of[-1]  # nothing
         if len(at.chosen[1]) == 1:
             self._chosen = runtime.chosen_experts(self._layer, *at.chosen, at.mixed)
         dtype = kernels.dtypes[at.query.dtype]
         attend = _step("attention", (dtype, *asks), is_ready=False)
         if self._chosen is not None:
             self._ran = self._layer, *at.chosen[:2], at.mixed, self._chosen.numbers, None
-            asked_of = runtime.looks_at(self._layer)
-            self._looks_ahead = asked_of is not None and not asked_of[-1]
+            self._looks_ahead = self._says_early
         mix = _step("experts", () if self._chosen is None else (dtype, self._chosen.address), is_ready=False)
         self._at_attention, self._at_experts = len(before.steps), len(before.steps) + 2 + len(between.steps)
         starts = (0, before), (self._at_attention + 1, between), (self._at_experts + 1, behind)

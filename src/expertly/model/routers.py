@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -50,8 +48,6 @@ class HookedRouter:
         self._module, self._position, self._num_dims = call.module, position, call.inputs.dim()
         self._args, self._kwargs = call.args, call.kwargs
         self._handle: Any = None
-        self.ahead: npt.NDArray[np.float32] | None = None
-        """The softmax [T, E] of the next router for this one's last input, where it was computed with this one."""
         logits = _rows(call.parts[position]).float()
         self._is_normalised = bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < _TOLERANCE).all())
         self.scoring = "softmax" if self._is_normalised else _scoring(logits, block.index, block.weights)
@@ -66,8 +62,6 @@ class HookedRouter:
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             inputs, self._args, self._kwargs = _split_arguments(args, kwargs)
-            asked, scores, *_ = vars(module).get("_expertly_ahead", (None, None))  # of a layer's program
-            self.ahead = scores if asked is inputs else None
             ran(self.layer, _rows(inputs), _rows(_parts_of(output)[self._position]))
 
         self.detach()
