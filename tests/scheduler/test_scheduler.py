@@ -168,4 +168,4 @@ def test_what_ran_before_anybody_was_asked_counts_as_if_it_had_asked(system: str
         ran.check()
         assert ran.counters == asked.counters
         assert ran.cache.residency() == asked.cache.residency()
-    assert (num_ran == 0) == (system == "expertly")  # which decides in every layer
+    assert num_ran > 0
