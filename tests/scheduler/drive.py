@@ -124,7 +124,7 @@ def run_layer(
 def kept(control: Scheduler, layer: int) -> set[int]:
     """Experts of a layer that are wholly resident."""
     first, experts = control.geometry.first_ids[layer], range(control.geometry.layers[layer].num_experts)
-    return {expert for expert in experts if control.cache.is_resident(first + expert)}
+    return {expert for expert in experts if control.cache.count_resident([first + expert])}
 
 
 def kept_experts(control: Scheduler) -> set[int]:

@@ -118,9 +118,16 @@ def test_less_host_memory_takes_longer_and_reads_more(tmp_path: Path) -> None:
         settings: Any = {} if memory is None else {"host_memory": memory}
         rows[memory] = results(make_study(trace, DISK, **settings), ["lru", "expertly-ahead"], "40%")
     for system in ("lru", "expertly-ahead"):
-        own = {memory: of_systems[system] for memory, of_systems in rows.items()}
-        assert own[None]["disk_bytes"] is None and 0 < own["100%"]["disk_bytes"] <= 24 * 40, "an expert is read once"
-        assert own["100%"]["disk_bytes"] < own["60%"]["disk_bytes"] < own["30%"]["disk_bytes"]
-        assert own[None]["tpot_s"] < own["100%"]["tpot_s"] < own["60%"]["tpot_s"] < own["30%"]["tpot_s"]
+        in_memory = {memory: of_systems[system] for memory, of_systems in rows.items()}
+        assert in_memory[None]["disk_bytes"] is None and 0 < in_memory["100%"]["disk_bytes"] <= 24 * 40, (
+            "an expert is read once"
+        )
+        assert in_memory["100%"]["disk_bytes"] < in_memory["60%"]["disk_bytes"] < in_memory["30%"]["disk_bytes"]
+        assert (
+            in_memory[None]["tpot_s"]
+            < in_memory["100%"]["tpot_s"]
+            < in_memory["60%"]["tpot_s"]
+            < in_memory["30%"]["tpot_s"]
+        )
         if system == "lru":
-            assert len({row["bytes_loaded"] for row in own.values()}) == 1, "the device decides as before"
+            assert len({row["bytes_loaded"] for row in in_memory.values()}) == 1, "the device decides as before"

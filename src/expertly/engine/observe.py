@@ -241,10 +241,11 @@ class Collector:
         self._seen, self._info = {}, None
 
     def looks_from(self, layer: int) -> bool:
-        """Whether what it shows of this layer is what the next router says early, as the model's step asks it."""
-        here, following = self._routers[layer], self._routers[layer + 1]
-        is_alike = here is not None and following is not None and here.hidden_size == following.hidden_size
-        return is_alike and following is not None and following.can_look_ahead and following.scoring == "softmax"
+        """Whether a program's step, which takes a softmax, asks the next router as `_look_ahead` does."""
+        router, following = self._routers[layer], self._routers[layer + 1]
+        if router is None or following is None or router.hidden_size != following.hidden_size:
+            return False
+        return following.can_look_ahead and following.scoring == "softmax"
 
     def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
         kept = inputs.detach().clone() if self._wants & {"lookahead", "inputs"} else None

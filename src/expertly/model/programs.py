@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertly.model.dense import IDLE, is_native, is_native_mask, paged
-from expertly.model.graphs import LayerGraphs, are_ours, use_graphs
+from expertly.model.graphs import LayerGraphs, use_graphs
 from expertly.model.hooks import CACHE, RanStep, Runtime, factors_of, mix, places, watchers
 from expertly.native.kernels import (
     SEEN,
@@ -227,9 +227,8 @@ class LayerProgram(LayerGraphs):
         self._is_attended = steps[self._at_attention * _WIDTH + 1] = self._goes_on(kwargs) or self._place(kwargs)
         self._ran_mixed = self._chosen is not None
         if self._ran_mixed:
-            looks = self.router._forward_hooks
-            is_seen = bool(looks) and bool(watchers(self.router))
-            steps[self._at_experts * _WIDTH + 1] = self._looks_ahead and are_ours(looks) if is_seen else may_run
+            is_seen = self.router._forward_hooks and watchers(self.router)  # by a predictor: else it would not run
+            steps[self._at_experts * _WIDTH + 1] = self._looks_ahead if is_seen else may_run
         return steps
 
     def hold(self, is_quiet: bool) -> bool:
@@ -243,9 +242,8 @@ class LayerProgram(LayerGraphs):
         if step == self._at_attention:
             self._attend(kwargs)
         elif step == self._at_experts:
-            is_told = self._says_early and are_ours(self.router._forward_hooks)
             scores = None if self._early is None else self._early[0]
-            if is_told and self._experts._expertly_runtime.said_early(self._layer, scores):
+            if self._says_early and self._experts._expertly_runtime.said_early(self._layer, scores):
                 self._at.mixed.copy_(self._experts(self._at.chosen[0], *map(torch.clone, self._at.chosen[1:])))
             else:
                 mix(self._at, self.router, self._experts)

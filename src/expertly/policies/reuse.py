@@ -99,7 +99,7 @@ class ReuseModel:
         self._state = self._begin(places)
         self.num_tokens = [0] * shape.num_layers  # that each layer has seen
         self._discounts = list(map(self._discount, range(shape.num_layers)))  # of every expert, seen from each layer
-        self.known_worth: Floats | None = self._values  # of the running layer, once it was asked for
+        self._worth: Floats | None = self._values  # of the running layer, once it was asked for
         self._layer = 0  # the running one, or the last that ran
         self._is_decode = True
 
@@ -129,7 +129,7 @@ class ReuseModel:
 
     def observe(self, router: RouterRan) -> None:
         """A layer is about to run. Prompts move the inputs; only decode updates weights."""
-        self._layer, self.known_worth = router.layer, None
+        self._layer, self._worth = router.layer, None
         self._is_decode = router.is_part_of_decode or True in router.is_decode
         if router.batch_tokens:
             num = len(router.experts)
@@ -142,11 +142,11 @@ class ReuseModel:
         """The value of every expert by dense id, as seen from the running layer: a layer that has yet to run in this
         step is nearer than one that has run. Callers must not write it.
         """
-        if self.known_worth is None:
-            self.known_worth = self._values * self._discounts[self._layer]
+        if self._worth is None:
+            self._worth = self._values * self._discounts[self._layer]
             if not self._is_decode:
-                self.known_worth[sum(self.shape.num_experts[: self._layer + 1]) :] += SURE
-        return self.known_worth
+                self._worth[sum(self.shape.num_experts[: self._layer + 1]) :] += SURE
+        return self._worth
 
     def _discount(self, layer: int) -> Floats:
         num_layers = self.shape.num_layers
@@ -225,5 +225,4 @@ class Reuse(DenseScoredPolicy):
             self._model.observe(router)
 
     def all_scores(self) -> Floats:
-        known = self._model.known_worth
-        return self._model.worth() if known is None else known
+        return self._model.worth()

@@ -161,9 +161,6 @@ class Cache:
         first = eid * self.num_parts
         return self.state[first : first + self.num_parts].count(RESIDENT)
 
-    def is_resident(self, eid: int) -> bool:
-        return self.num_resident(eid) == self.num_parts
-
     def count_resident(self, eids: Iterable[int]) -> int:
         """How many of these experts are wholly resident."""
         state, num = self.state, self.num_parts

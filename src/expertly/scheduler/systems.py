@@ -233,9 +233,8 @@ def _problems_of_allocation(name: str, allocation: type[Allocation], system: Sys
 
 def _goes_by_use(eviction: type[EvictionPolicy]) -> bool:
     """Whether it needs no predictions, no admission and no future."""
-    told = eviction.predicted, eviction.expected
-    is_told = told != (EvictionPolicy.predicted, EvictionPolicy.expected)
-    return not (is_told or eviction.needs_best or eviction.needs_future or eviction.needs_probabilities)
+    hears = (eviction.predicted, eviction.expected) != (EvictionPolicy.predicted, EvictionPolicy.expected)
+    return not (hears or eviction.needs_best or eviction.needs_future or eviction.needs_probabilities)
 
 
 def _names(registry: Registry[type[P]], is_accepted: Callable[[type[P]], bool]) -> str:

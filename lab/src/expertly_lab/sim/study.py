@@ -389,6 +389,8 @@ class Study:
         stated = f"host_memory={self.host_memory!r}"
         if self.layers is None:
             raise ConfigError(f"{stated}: the trace does not know its experts' sizes; give a geometry, too")
+        if self.num_devices > 1:
+            raise ConfigError(f"{stated}: it lies behind one device; accepted with {self.num_devices} devices: none")
         if self.hardware.disk is None:
             raise ConfigError(f"{stated}: hardware {self.hardware.name!r} has no [disk]; accepted: one that has")
         nbytes = parse_memory(self.host_memory, geometry.nbytes, "host_memory")

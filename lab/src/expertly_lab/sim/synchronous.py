@@ -63,7 +63,7 @@ def run_by_id(
     counters = cache.counters[layer]
     cache.is_decoding = router.serves_decode
     eids = [geometry.expert_id(layer, expert) for expert in router.experts]
-    missing = [i for i, eid in enumerate(eids) if not cache.is_resident(eid)]
+    missing = [i for i, eid in enumerate(eids) if cache.num_resident(eid) < cache.num_parts]
     there = [cache.num_resident(eids[i]) for i in missing]
     cache.count_demand(router, missing, there)
     for position in sorted(range(len(eids)), key=eids.__getitem__):
