@@ -63,12 +63,20 @@ class PrefetchQueue:
         forecast.queued, forecast.position, forecast.arrival = prediction, 0, self._num_arrived
         self._num_arrived += len(experts)
         first = self._geometry.first_ids[layer]
-        num_likely = self._geometry.layers[layer].top_k if self.evicts else 0
+        num_likely = self._geometry.layers[layer].top_k
         if is_resident:
-            num_likely, forecast.position = num_likely and len(experts), len(experts)
-        forecast.likely = dict.fromkeys([first + expert for expert in experts[:num_likely]])
+            num_likely = forecast.position = len(experts)
+        forecast.likely = dict.fromkeys([first + expert for expert in experts[:num_likely]] if self.evicts else ())
         if self._heads is not None:
             self._set_head(layer, forecast, self._heads)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no expert is queued, and none that was prefetched waits for its layer."""
+        return not any(
+            forecast.prefetched or (forecast.queued and forecast.position < len(forecast.queued.experts))
+            for forecast in self.forecasts.values()
+        )
 
     def by_urgency(self) -> Iterator[tuple[int, int, Forecast]]:
         """The layer, the id and the layer's forecast of each expert, the most urgent first. An expert stays queued

@@ -202,12 +202,12 @@ class Scheduler:
 
     @property
     def is_quiet(self) -> bool:
-        """Between layers: no prefetch is in flight or unused, and nothing is staged. Then a layer that finds resident
+        """Between layers: nothing is to be prefetched, in flight, unused or staged. Then a layer that finds resident
         all that it needs and all that is predicted from it changes nothing but counters and the order of experts.
         """
-        cache, forecasts = self.cache, self.queue.forecasts.values()
-        is_unused = any(forecast.prefetched for forecast in forecasts)
-        return not (cache.prefetching or is_unused or self._to_fill or any(pool.num_staged for pool in cache.pools))
+        cache = self.cache
+        is_idle = not cache.prefetching and not self._to_fill and self.queue.is_idle
+        return is_idle and not any(pool.num_staged for pool in cache.pools)
 
     def abandon(self) -> None:
         """The layer failed and no transfer runs: forget what was in flight and free its slots."""
