@@ -146,7 +146,7 @@ BAD_PRIORITIES = [("rho", "1"), ("rho", "0"), ("omega", "0"), ("omega", "inf")]
         ("expertly:prefill=evict", r"is weighed against what is kept; accepted: prefill=stream, or admission=always"),
         ("lru:eviction=reuse", r"eviction='reuse' .*accepted: admission=best"),
         ("lru:host=eam", r"host='eam': the tier behind a device is told of uses alone; accepted: host=lru, lfu, lcp"),
-        ("lru:host=disk", r"host='disk': unknown; accepted: lru, lfu"),
+        ("lru:host=disk", r"host='disk': unknown; accepted: lru, lfu, lcp, static(, random)?$"),
         ("lru:eviction=fmoe", r"predicted probabilities, which prediction='none' does not give; accepted: prediction="),
     ],
 )

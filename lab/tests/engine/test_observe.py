@@ -270,7 +270,7 @@ def test_where_nothing_can_look_ahead_a_system_that_nobody_named_runs_without(
 ) -> None:
     case, without = cases["qwen3_moe"], "expertly"
     monkeypatch.setattr("expertly.engine.observe.find_routers", lambda model, layers: [None] * len(layers))
-    monkeypatch.setattr("expertly.scheduler.systems.LEAST_NBYTES", 1)
+    monkeypatch.setattr("expertly.scheduler.systems.LEAST_LACKING_NBYTES", 1)
     with (
         loaded(case.store, system="auto", memory="50%") as model,
         loaded(case.store, system=without, memory="50%") as same,

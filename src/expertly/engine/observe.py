@@ -115,7 +115,7 @@ class Collector:
         self._info: IterationInfo | None = None
         self._is_real: Mask | None = None  # None: all rows are
         self._seen: dict[int, tuple[Any, ...]] = {}  # router input [T, H], logits [T, E]
-        self._early: dict[int, Floats | None] = {}  # [T, E] of the next router, where no more is wanted
+        self._lookahead: dict[int, Floats | None] = {}  # [T, E] of the next router, where no more is wanted
         self._of_tokens: dict[int, torch.Tensor] = {}  # choices [V, K] where the router sees only token ids
         self.left_out: list[int] = []
         """Layers without predictions: their routers cannot be called with earlier hidden states."""
@@ -153,7 +153,7 @@ class Collector:
 
     def begin(self, info: IterationInfo) -> Callable[[], Began] | None:
         """A pass begins. None where all rows are pads."""
-        self._seen, self._early, self._info = {}, {}, None
+        self._seen, self._lookahead, self._info = {}, {}, None
         requests, is_real = self._requests.of_rows(info), None if info.is_pad is None else ~info.is_pad
         if is_real is not None and not is_real.any():
             return None
@@ -188,8 +188,8 @@ class Collector:
         """A router has chosen experts [T, K] with weights [T, K]. None where nobody observes the pass, or the layer's
         rows are not those of the pass.
         """
-        if ran.layer in self._early:
-            return self._routed_early(ran, self._early.pop(ran.layer))
+        if ran.layer in self._lookahead:
+            return self._routed_by_lookahead(ran, self._lookahead.pop(ran.layer))
         inputs, logits = self._seen.pop(ran.layer, (None, None))
         info, is_real, wants, layer = self._info, self._is_real, self._wants, ran.layer
         if info is None or len(top_k_index) != len(info.is_prefill):
@@ -220,7 +220,7 @@ class Collector:
 
         return routed
 
-    def _routed_early(self, ran: RouterRan, ahead: Floats | None) -> Callable[[], Routed] | None:
+    def _routed_by_lookahead(self, ran: RouterRan, ahead: Floats | None) -> Callable[[], Routed] | None:
         is_real = self._is_real
 
         def routed() -> Routed:
@@ -233,14 +233,14 @@ class Collector:
 
         return routed if self.is_open else None
 
-    def said_early(self, layer: int, ahead: Floats | None) -> None:
+    def note_lookahead(self, layer: int, ahead: Floats | None) -> None:
         """In place of the hook on the layer's router, where no more than the lookahead is wanted."""
-        self._early[layer] = ahead
+        self._lookahead[layer] = ahead
 
     def end(self) -> None:
         self._seen, self._info = {}, None
 
-    def looks_from(self, layer: int) -> bool:
+    def has_lookahead(self, layer: int) -> bool:
         """Whether a program's step, which takes a softmax, asks the next router as `_look_ahead` does."""
         router, following = self._routers[layer], self._routers[layer + 1]
         if router is None or following is None or router.hidden_size != following.hidden_size:
@@ -281,7 +281,7 @@ class Prefetching:
 
     def __init__(self, executor: Executor, predictor: Predictor, collector: Collector) -> None:
         self.predictor = predictor
-        self.routed, self.said_early, self.left_out = collector.routed, collector.said_early, collector.left_out
+        self.routed, self.note_lookahead, self.left_out = collector.routed, collector.note_lookahead, collector.left_out
         self._layers = executor.geometry.layers
         self._collector, self._prefetcher = collector, executor.shard.use_predictor(predictor)
         collector.attach()
@@ -292,24 +292,22 @@ class Prefetching:
         return self._prefetcher.error
 
     @property
-    def is_told_later(self) -> bool:
-        """Whether the predictor may be told of a layer of this pass after it ran, see `num_named_after`."""
+    def may_defer(self) -> bool:
+        """Whether the predictor may be told of a layer of this pass after it ran, see `lookahead_width`."""
         return self.error is None and self._collector.is_open
 
-    def num_named_after(self, layer: int) -> int | None:
-        """As Predictor.num_named_after; None also where the model's steps cannot see what will be named."""
-        num_named = self.predictor.num_named_after(layer)
-        return num_named if not num_named or self._collector.looks_from(layer) else None
+    def lookahead_width(self, layer: int) -> int | None:
+        """As Predictor.lookahead_width; None also where the model's steps cannot see what will be named."""
+        num_named = self.predictor.lookahead_width(layer)
+        return num_named if not num_named or self._collector.has_lookahead(layer) else None
 
-    def named_early(self, choices: Sequence[Choice]) -> list[Prediction | None]:
-        """What it would have named after these layers of one token, which ran before it was told
-        (`num_named_after`).
-        """
+    def deferred_predictions(self, choices: Sequence[Choice]) -> list[Prediction | None]:
+        """What the predictor names after these layers of one token, which ran before it was told."""
         named: list[Prediction | None] = [None] * len(choices)
         by_width: dict[tuple[int, int], list[int]] = {}
         for number, (layer, *_, early) in enumerate(choices):
             if early is not None:
-                shape = self._layers[layer + 1].num_experts, self.num_named_after(layer) or 0
+                shape = self._layers[layer + 1].num_experts, self.lookahead_width(layer) or 0
                 by_width.setdefault(shape, []).append(number)
         for (num_experts, width), numbers in by_width.items():
             early = np.concatenate([choices[number][-1][:, :num_experts] for number in numbers])  # type: ignore[index]

@@ -230,22 +230,22 @@ class Engine:
         is_seen = self.observer is not None or self.prefetching is not None or self._info is None
         return not (is_seen or self._is_stopped) and os.getpid() == self._process
 
-    def looks_at(self, layer: int) -> tuple[int, int, int] | None:
+    def lookahead_table(self, layer: int) -> tuple[int, int, int] | None:
         if self.prefetching is None or self.shard is not self.executor or self.device.queues_uses:
             return None
-        num_named = self.prefetching.num_named_after(layer)
-        return None if num_named is None else self.shard.looks_at(layer, num_named)
+        num_named = self.prefetching.lookahead_width(layer)
+        return None if num_named is None else self.shard.lookahead_table(layer, num_named)
 
-    def said_early(self, layer: int, scores: npt.NDArray[np.float32] | None) -> bool:
+    def note_lookahead(self, layer: int, scores: npt.NDArray[np.float32] | None) -> bool:
         if self.prefetching is None or self.observer is not None:
             return False
-        self.prefetching.said_early(layer, scores)
+        self.prefetching.note_lookahead(layer, scores)
         return True
 
     def is_quiet(self) -> bool:
         if self.prefetching is None or self.observer is not None or self._is_stopped or os.getpid() != self._process:
             return False
-        return _is_token(self._info) and self.prefetching.is_told_later and self.scheduler.is_quiet
+        return _is_token(self._info) and self.prefetching.may_defer and self.scheduler.is_quiet
 
     def ran(self, layers: Iterable[RanStep]) -> None:
         for layer, hidden, ids, result, clock, early in layers:
@@ -259,7 +259,7 @@ class Engine:
             return
         try:
             if _is_token(info):
-                early = repeat(None) if self.prefetching is None else self.prefetching.named_early(unseen)
+                early = repeat(None) if self.prefetching is None else self.prefetching.deferred_predictions(unseen)
                 unseen = shard.count_token(unseen, early)
             for layer, ids, begin, end, _ in unseen:
                 router = dispatch(layer, ids, shard.geometry.layers[layer].num_experts, info).router

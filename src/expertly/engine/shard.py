@@ -170,8 +170,8 @@ class Shard:
         layers = [(layer, *ids.tolist(), end - begin) for layer, ids, begin, end, _ in choices]
         return choices[self.scheduler.count_ran(layers, predictions) :]
 
-    def looks_at(self, layer: int, num_named: int) -> tuple[int, int, int]:
-        """As Runtime.looks_at: where the slots of the next layer's experts are, and how many experts it has."""
+    def lookahead_table(self, layer: int, num_named: int) -> tuple[int, int, int]:
+        """As Runtime.lookahead_table: where the slots of the next layer's experts are, and how many experts it has."""
         if not num_named:
             return 0, 0, 0
         table, first = self.scheduler.cache.first_slot, self.geometry.first_ids[layer + 1]

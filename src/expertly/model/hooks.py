@@ -93,15 +93,15 @@ class Runtime(Protocol):
         """Whether such a step may run now: nobody is to be told of the layer before."""
         ...
 
-    def looks_at(self, layer: int) -> tuple[int, int, int] | None:
+    def lookahead_table(self, layer: int) -> tuple[int, int, int] | None:
         """For ChosenExperts.look_ahead: table, experts and number of what is predicted from a layer (0: nothing), where
         the predictor may be told of the layer after its step. None: it must be told before.
         """
         ...
 
-    def said_early(self, layer: int, scores: npt.NDArray[np.float32] | None) -> bool:
-        """What the next router said early of a layer that looks ahead and calls `forward_experts` next. Returns whether
-        that is all that anybody looks at.
+    def note_lookahead(self, layer: int, scores: npt.NDArray[np.float32] | None) -> bool:
+        """The next router's scores [T, E] for a layer's input, before its `forward_experts`. Returns whether nobody
+        needs to see the layer's own router.
         """
         ...
 

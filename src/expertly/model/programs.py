@@ -212,7 +212,7 @@ class LayerProgram(LayerGraphs):
     _page: _LastPage | None = None
     _is_attended = _ran_mixed = False  # whether the token's attention, its experts ran as steps
     _early: Any = None  # what the next router says of this one's input, [T, E], and the memory of the step that asks it
-    _says_early = False  # whether that is all that a predictor looks at
+    _notes_lookahead = False  # whether that is all that a predictor looks at
     _looks_ahead = False  # whether the step of the experts runs only if all that will be predicted is resident
     _ran: RanStep
 
@@ -243,7 +243,7 @@ class LayerProgram(LayerGraphs):
             self._attend(kwargs)
         elif step == self._at_experts:
             scores = None if self._early is None else self._early[0]
-            if self._says_early and self._experts._expertly_runtime.said_early(self._layer, scores):
+            if self._notes_lookahead and self._experts._expertly_runtime.note_lookahead(self._layer, scores):
                 self._at.mixed.copy_(self._experts(self._at.chosen[0], *map(torch.clone, self._at.chosen[1:])))
             else:
                 mix(self._at, self.router, self._experts)
@@ -278,8 +278,8 @@ class LayerProgram(LayerGraphs):
         """Where a predictor looks at that alone, have the step before the experts ask the next router about this one's
         input, as `asked` asks it about its own.
         """
-        x, asked_of = next(iter(self._at.routed[0]), None), self._experts._expertly_runtime.looks_at(self._layer)
-        if asked_of is None or x is None or x.dtype != dtype or tuple(x.shape) != tuple(asked[:2]):
+        x, table = next(iter(self._at.routed[0]), None), self._experts._expertly_runtime.lookahead_table(self._layer)
+        if table is None or x is None or x.dtype != dtype or tuple(x.shape) != tuple(asked[:2]):
             return
         if not x.is_contiguous():
             return
@@ -288,10 +288,10 @@ class LayerProgram(LayerGraphs):
         call[6], call[9:] = x.data_ptr(), array("q", [tensor.data_ptr() for tensor in (*for_nobody, scores)])
         step, begin = _step("router", (self._shared.kernels.dtypes[dtype], call.buffer_info()[0])), self._at_experts - 1
         self._steps[begin * _WIDTH : (begin + 1) * _WIDTH] = array("q", step)  # type: ignore[index]
-        self._early, self._says_early = (scores.numpy(), call, for_nobody), True
+        self._early, self._notes_lookahead = (scores.numpy(), call, for_nobody), True
         if self._chosen is not None:
             self._looks_ahead = True
-            self._chosen.look_ahead(scores, *asked_of)
+            self._chosen.look_ahead(scores, *table)
             layer, hidden, ids, result, numbers, _ = self._ran
             self._ran = layer, hidden, ids, result, numbers, scores.numpy()
 
@@ -304,15 +304,15 @@ class LayerProgram(LayerGraphs):
         self._asked = kernels.attention_call(at.query, at.key, at.attended, self._more.get("s_aux"))
         asks = self._asked.buffer_info()[0], double_bits(scale), double_bits(self._more.get("softcap") or 0.0)
         runtime: Runtime = self._experts._expertly_runtime
-        asked_of = runtime.looks_at(self._layer)
-        self._says_early = asked_of is not None and not asked_of[-1]  # nothing
+        table = runtime.lookahead_table(self._layer)
+        self._notes_lookahead = table is not None and not table[-1]  # nothing
         if len(at.chosen[1]) == 1:
             self._chosen = runtime.chosen_experts(self._layer, *at.chosen, at.mixed)
         dtype = kernels.dtypes[at.query.dtype]
         attend = _step("attention", (dtype, *asks), is_ready=False)
         if self._chosen is not None:
             self._ran = self._layer, *at.chosen[:2], at.mixed, self._chosen.numbers, None
-            self._looks_ahead = self._says_early
+            self._looks_ahead = self._notes_lookahead
         mix = _step("experts", () if self._chosen is None else (dtype, self._chosen.address), is_ready=False)
         self._at_attention, self._at_experts = len(before.steps), len(before.steps) + 2 + len(between.steps)
         starts = (0, before), (self._at_attention + 1, between), (self._at_experts + 1, behind)

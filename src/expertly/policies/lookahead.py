@@ -43,7 +43,7 @@ class Lookahead(RankingPredictor):
         self._num_rows = 1  # of this pass
         self._last = np.zeros(1, np.intp)  # of them, each request's last
 
-    def num_named_after(self, layer: int) -> int | None:
+    def lookahead_width(self, layer: int) -> int | None:
         if self._distance > 1 or self._next_token or type(self) is not Lookahead:
             return None
         following = self._layers[layer + 1 : layer + 2]

@@ -66,9 +66,9 @@ class Predictor(Policy, ABC):
     def learn(self, history: History) -> None:
         """Learn from passes of a training part, before anything runs."""
 
-    def num_named_after(self, layer: int) -> int | None:
-        """How many experts it names when `layer` has run, if these are the best of the next layer by what that layer's
-        router says early, and it keeps nothing of what it is shown. None: it predicts otherwise.
+    def lookahead_width(self, layer: int) -> int | None:
+        """How many experts it names after `layer`, if these are the best of the next layer by the scores of that
+        layer's router, and it keeps nothing of what it is shown. None: it predicts otherwise.
         """
         return None
 

@@ -29,7 +29,7 @@ OVERLAPPED = "overlapped"  # loads, prefetches and computing go on at the same t
 BASE_SYSTEM = "lru"  # the baseline
 HOST_EVICTION = "lru"  # of the host memory behind an accelerator, unless a system says otherwise
 AUTO_SYSTEM = "auto"  # where a model is loaded: `default_system`
-LEAST_NBYTES = 3 << 19  # of an expert, times the share of experts that memory lacks, for prefetching by default
+LEAST_LACKING_NBYTES = 3 << 19  # of an expert, times the share of experts that memory lacks, for prefetching by default
 
 ACCEPTED: dict[str, Collection[str]] = {
     "eviction": EVICTIONS,
@@ -173,6 +173,8 @@ def _error(system: System, problem: str) -> ConfigError:
 def _problems(system: System) -> Iterator[str]:
     """Why a part is unknown or does not fit the others, with what is accepted."""
     for key, accepted in ACCEPTED.items():
+        if key == "host" and system.host not in EVICTIONS:
+            accepted = [name for name, policy in EVICTIONS.items() if _goes_by_use(policy)]
         value, is_stated = getattr(system, key), not (key == "eviction" and system.keeps_everything)
         if is_stated and value not in accepted:
             path = ", or the dotted path of one" if key in REGISTRIES else ""
@@ -328,7 +330,7 @@ def default_system(layers: Sequence[LayerGeometry], held_nbytes: int, *, runs_on
     """
     nbytes = sum(layer.nbytes for layer in layers)
     lacking_nbytes = max(0, nbytes - held_nbytes) / sum(layer.num_experts for layer in layers)
-    return "expertly-ahead" if runs_on_host and lacking_nbytes >= LEAST_NBYTES else "expertly"
+    return "expertly-ahead" if runs_on_host and lacking_nbytes >= LEAST_LACKING_NBYTES else "expertly"
 
 
 _UNPREDICTED: dict[str, Any] = {part.name: part.default for part in fields(System) if part.name in OF_PREDICTION}
